@@ -28,6 +28,7 @@ pub mod replace_file;
 pub mod selftest;
 mod shell_command;
 pub mod shim;
+mod stop_signal;
 mod sys;
 pub mod telemetry;
 pub mod time;

@@ -3,14 +3,14 @@
 //!
 //! The image is made in memory and imported, so that no registry is needed. Names have a random
 //! part, so that pods of the node are not affected. The test removes its own resources, also after
-//! a signal, a failure or the deadline. At the end no mount, cgroup, process, network namespace or
-//! file with the name of the pod may exist.
+//! a signal, a failure or the deadline. At the end no mount, cgroup, process, network namespace,
+//! CNI result or file with the name of the pod may exist.
 
+use std::path::PathBuf;
 use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use tokio::signal::unix::{SignalKind, signal};
 use toml::{Table, Value};
 
 use crate::check::Subject;
@@ -21,6 +21,7 @@ use crate::containerd::images;
 use crate::error::{IoContext as _, StepError, StepErrors};
 use crate::oci_image;
 use crate::pause::binary::SELFTEST;
+use crate::stop_signal;
 
 mod machine;
 mod pod;
@@ -29,6 +30,12 @@ use pod::{PodPlan, TestPod, Timing};
 
 /// Timeout for the resources of a removed pod to disappear.
 const SETTLED: Duration = Duration::from_secs(15);
+
+/// Timeout for the removal of an image whose import has failed: containerd may hang.
+const REMOVED: Duration = Duration::from_secs(5);
+
+/// Where runc's shims have the state of containers, unless a handler's `Root` is set.
+const RUNC_ROOT: &str = "/run/containerd/runc";
 
 /// Polling interval of the check for leftover resources.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -103,7 +110,7 @@ pub struct SelftestReport {
 /// Runs the test. `say` gets a line for each retry.
 ///
 /// # Errors
-/// No pod was started, and nothing is left.
+/// No pod was started. If the image may be left, the error says so.
 pub fn run(
     wanted: &Selftest,
     say: &mut dyn FnMut(String),
@@ -119,14 +126,13 @@ pub fn run(
         let mut stop = pin!(stopped(wanted.within)?);
         let config = &wanted.subject.config;
         let cri = CriClient::new(&config.containerd_address);
-        let conditions = cri.status().await?.status.unwrap_or_default().conditions;
-        let has_network = conditions
-            .iter()
-            .any(|condition| condition.type_ == "NetworkReady" && condition.status);
-        let image = import(wanted).await?;
+        let (has_network, image) = prepare(wanted, &cri, stop.as_mut()).await?;
         let plan = |handler: &str, restart: Option<String>| PodPlan {
             handler: handler.to_owned(),
-            systemd_cgroup: uses_systemd(&merged, handler),
+            systemd_cgroup: option_of(&merged, handler, "SystemdCgroup")
+                .and_then(Value::as_bool)
+                .unwrap_or_default(),
+            runc_root: runc_root(&merged, handler),
             own_network: has_network && !wanted.host_network,
             image: image.clone(),
             restart,
@@ -143,7 +149,7 @@ pub fn run(
         let failed = columns.into_iter().find_map(Column::failure);
         Ok(SelftestReport {
             table,
-            failed: with_removal(failed, removed.map_err(StepErrors::from)),
+            failed: after_removal(failed, removed.map_err(StepErrors::from)),
         })
     })
 }
@@ -156,16 +162,55 @@ impl Column {
 }
 
 /// Combines the failure of the test with that of the removal of its resources.
-fn with_removal(
+fn with_removal(failed: SelftestError, removed: Result<(), StepErrors>) -> SelftestError {
+    match removed {
+        Ok(()) => failed,
+        Err(steps) => SelftestError::RemovalFailed { reason: format!("{failed}; "), steps },
+    }
+}
+
+/// As [`with_removal`], of a test that need not have failed.
+fn after_removal(
     failed: Option<SelftestError>,
     removed: Result<(), StepErrors>,
 ) -> Option<SelftestError> {
-    match (failed, removed) {
-        (failed, Ok(())) => failed,
-        (None, Err(steps)) => Some(SelftestError::RemovalFailed { reason: String::new(), steps }),
-        (Some(failed), Err(steps)) => {
-            Some(SelftestError::RemovalFailed { reason: format!("{failed}; "), steps })
+    match failed {
+        Some(failed) => Some(with_removal(failed, removed)),
+        None => {
+            let steps = removed.err()?;
+            Some(SelftestError::RemovalFailed { reason: String::new(), steps })
         }
+    }
+}
+
+/// Whether the node has a network for pods, and the name of the image, which is imported.
+///
+/// # Errors
+/// A step failed, or the test is to stop. If the image may be left, the error says so.
+async fn prepare(
+    wanted: &Selftest,
+    cri: &CriClient,
+    mut stop: Pin<&mut impl Future<Output = String>>,
+) -> Result<(bool, String), SelftestError> {
+    let status = unless_stopped(stop.as_mut(), cri.status()).await?.status.unwrap_or_default();
+    let is_ready = |name: &str| status.conditions.iter().any(|c| c.type_ == name && c.status);
+    // A second test of the node removes only its own.
+    let image = format!("localhost/pause-sandboxer/selftest:{}", unique()?);
+    if let Err(failed) = unless_stopped(stop, import(wanted, &image)).await {
+        let removed = remove_import(wanted, &image).await;
+        return Err(with_removal(failed, removed.map_err(StepErrors::from)));
+    }
+    Ok((is_ready("NetworkReady"), image))
+}
+
+/// The result of `work`, which is given up if the test is to stop.
+async fn unless_stopped<T>(
+    stop: Pin<&mut impl Future<Output = String>>,
+    work: impl Future<Output = Result<T, StepError>>,
+) -> Result<T, SelftestError> {
+    tokio::select! {
+        done = work => Ok(done?),
+        reason = stop => Err(SelftestError::Stopped(reason)),
     }
 }
 
@@ -203,59 +248,52 @@ fn handlers(
     Ok((ours, other))
 }
 
-/// `SystemdCgroup` of a handler.
-fn uses_systemd(merged: &Table, handler: &str) -> bool {
-    let runtimes = node::runtime(merged).and_then(|cri| cri.get("containerd")?.get("runtimes"));
-    let set = runtimes.and_then(|all| all.get(handler)?.get("options")?.get("SystemdCgroup"));
-    set.and_then(Value::as_bool).unwrap_or(false)
+/// An option of a handler's runtime.
+fn option_of<'a>(merged: &'a Table, handler: &str, name: &str) -> Option<&'a Value> {
+    let runtimes = node::runtime(merged)?.get("containerd")?.get("runtimes")?;
+    runtimes.get(handler)?.get("options")?.get(name)
+}
+
+/// Where runc has the state of a handler's containers.
+fn runc_root(merged: &Table, handler: &str) -> PathBuf {
+    let set = option_of(merged, handler, "Root").and_then(Value::as_str);
+    set.filter(|root| !root.is_empty()).unwrap_or(RUNC_ROOT).into()
 }
 
 /// Resolves with the reason to stop: a signal or the deadline. Signals are taken from the call on.
 fn stopped(within: Duration) -> Result<impl Future<Output = String>, StepError> {
-    const STATUS: &str = "/proc/self/status";
-    let step = "take signals";
-    let status = std::fs::read_to_string(STATUS).step_at("read file", STATUS)?;
-    // A handler would end the ignoring for the programs that are executed, too.
-    let mut hangup =
-        if ignores_hangup(&status) { None } else { Some(signal(SignalKind::hangup()).step(step)?) };
-    let mut interrupt = signal(SignalKind::interrupt()).step(step)?;
-    let mut terminate = signal(SignalKind::terminate()).step(step)?;
+    let signal = stop_signal::taken()?;
     Ok(async move {
         tokio::select! {
-            Some(_) = async { hangup.as_mut()?.recv().await } => "stopped by SIGHUP".to_owned(),
-            _ = interrupt.recv() => "stopped by SIGINT".to_owned(),
-            _ = terminate.recv() => "stopped by SIGTERM".to_owned(),
-            () = tokio::time::sleep(within) => {
-                format!("stopped after {} s", within.as_secs())
-            }
+            signal = signal => format!("stopped by {signal}"),
+            () = tokio::time::sleep(within) => format!("stopped after {} s", within.as_secs()),
         }
     })
 }
 
-/// Whether a process ignores SIGHUP, as below nohup(1). `status` is the text of its
-/// `/proc/PID/status`.
-fn ignores_hangup(status: &str) -> bool {
-    let field = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = field.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
-    // The lowest bit is of signal 1.
-    mask.is_some_and(|mask| mask & 1 != 0)
+fn endpoint(wanted: &Selftest) -> GrpcEndpoint {
+    let config = &wanted.subject.config;
+    GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace)
 }
 
-/// An image with the program, of a name and a config that no other has: a second test of the node
-/// removes only its own.
-async fn import(wanted: &Selftest) -> Result<String, StepError> {
-    let config = &wanted.subject.config;
-    let unique = unique()?;
-    let name = format!("localhost/pause-sandboxer/selftest:{unique}");
+/// Imports an image of this name with the program, of a config that no other has.
+async fn import(wanted: &Selftest, name: &str) -> Result<(), StepError> {
     let about = json!({
         "Entrypoint": [format!("/{}", pod::PROGRAM_NAME)],
         "User": "65535:65535",
-        "Labels": { "pause-sandboxer.selftest": unique },
+        "Labels": { "pause-sandboxer.selftest": name },
     });
-    let image = oci_image::of_program(&name, pod::PROGRAM_NAME, SELFTEST, &about);
-    let endpoint = GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace);
-    images::import(&endpoint, &image.step("make image")?, &[]).await?;
-    Ok(name)
+    let image = oci_image::of_program(name, pod::PROGRAM_NAME, SELFTEST, &about);
+    images::import(&endpoint(wanted), &image.step("make image")?, &[]).await
+}
+
+/// Removes the image of an import that has failed or was given up: containerd may have stored it.
+/// A containerd that hangs may store it later; then this fails.
+async fn remove_import(wanted: &Selftest, name: &str) -> Result<(), StepError> {
+    images::remove(&endpoint(wanted), name, REMOVED).await.map_err(|step| {
+        let reason = format!("{}; if it is left, run `crictl rmi {name}`", step.io());
+        StepError::at(step.what(), name, std::io::Error::other(reason))
+    })
 }
 
 /// One handler's pod, repeated while another program ends it.
@@ -296,7 +334,7 @@ async fn column(
             continue;
         }
         let step = pod.last_step();
-        let failed = with_removal(done.err(), removed).map(|reason| (step, reason));
+        let failed = after_removal(done.err(), removed).map(|reason| (step, reason));
         return Column { handler, timings: pod.timings().to_vec(), failed };
     }
 }
@@ -353,6 +391,10 @@ fn table(columns: &[Column]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use crate::config::Config;
+
     use super::*;
 
     #[test]
@@ -381,27 +423,82 @@ mod tests {
         assert_eq!(failed.to_string(), "runtime handler runc, step b: no image");
     }
 
-    #[test]
-    fn a_lost_terminal_stops_the_test_unless_it_ignores_that() {
-        assert!(ignores_hangup("Name:\tx\nSigIgn:\t0000000000001001\nSigCgt:\t0\n"));
-        assert!(!ignores_hangup("SigBlk:\t1\nSigIgn:\t0000000000001000\nSigCgt:\t1\n"));
-        // As the tests' own caller may have it.
-        let is_ignored = ignores_hangup(&std::fs::read_to_string("/proc/self/status").unwrap());
+    /// Serves gRPC at a socket: success for the methods of these names, no answer for others.
+    fn serve(address: &Path, answered: &'static [&'static str]) {
+        let listener = std::os::unix::net::UnixListener::bind(address).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let served = async move {
+            let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+            while let Ok((stream, _)) = listener.accept().await {
+                tokio::spawn(async move {
+                    let mut unanswered = Vec::new();
+                    let Ok(mut calls) = h2::server::handshake(stream).await else { return };
+                    while let Some(Ok((call, mut answer))) = calls.accept().await {
+                        if answered.iter().any(|name| call.uri().path().ends_with(name)) {
+                            let success = http::Response::builder().header("grpc-status", "0");
+                            answer.send_response(success.body(()).unwrap(), true).unwrap();
+                        } else {
+                            unanswered.push((call, answer));
+                        }
+                    }
+                });
+            }
+        };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let reason = runtime.block_on(async {
-            let stop = stopped(Duration::from_secs(5)).unwrap();
-            nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
-            stop.await
-        });
-        assert_eq!(reason, if is_ignored { "stopped after 5 s" } else { "stopped by SIGHUP" });
+        std::thread::spawn(move || runtime.block_on(served));
+    }
+
+    #[test]
+    fn a_test_whose_containerd_hangs_is_stopped() {
+        let dir = tempfile::tempdir().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let prepared = |answered: &'static [&'static str]| {
+            let address = dir.path().join(answered.len().to_string());
+            serve(&address, answered);
+            let cri = CriClient::new(&address);
+            let config = Config { containerd_address: address, ..Config::default() };
+            let wanted = Selftest {
+                subject: Subject { config, containerd_config: None, containerd_program: None },
+                handler: None,
+                host_network: false,
+                restart: None,
+                within: Duration::ZERO,
+            };
+            let begun = Instant::now();
+            let failed = runtime.block_on(async {
+                let stop = pin!(async {
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                    "stopped".to_owned()
+                });
+                prepare(&wanted, &cri, stop).await.unwrap_err()
+            });
+            assert!(begun.elapsed() < Duration::from_secs(9), "{:?}", begun.elapsed());
+            failed.to_string()
+        };
+        assert_eq!(prepared(&[]), "stopped");
+        assert_eq!(prepared(&["/Status", "Images/Delete"]), "stopped");
+        let failed = prepared(&["/Status"]);
+        let left = "stopped; failed to remove resources of the test: remove image \
+                    localhost/pause-sandboxer/selftest:";
+        assert!(failed.starts_with(left) && failed.contains("`crictl rmi localhost/"), "{failed}");
+    }
+
+    #[test]
+    fn the_state_of_runc_is_where_the_handler_has_it() {
+        let merged: Table = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes]\n\
+            a.options = { Root = '/r' }\nb.options = { Root = '' }\n"
+            .parse()
+            .unwrap();
+        let of = |handler| runc_root(&merged, handler);
+        assert_eq!([of("a"), of("b"), of("c")], ["/r", RUNC_ROOT, RUNC_ROOT].map(PathBuf::from));
     }
 
     #[test]
     fn an_error_of_the_removal_is_added() {
         let failed = || Some(SelftestError::Failed("no image".to_owned()));
         let step = || StepErrors::from(StepError::new("remove image", std::io::Error::other("x")));
-        assert!(with_removal(None, Ok(())).is_none());
-        let of = |failed, removed| with_removal(failed, removed).unwrap().to_string();
+        assert!(after_removal(None, Ok(())).is_none());
+        let of = |failed, removed| after_removal(failed, removed).unwrap().to_string();
         assert_eq!(of(failed(), Ok(())), "no image");
         let left = "failed to remove resources of the test: remove image: x";
         assert_eq!(of(None, Err(step())), left);

@@ -9,8 +9,9 @@ use protobuf::{Message, MessageField};
 use super::grpc::{CallError, GrpcEndpoint, code};
 use crate::error::StepError;
 use crate::protos::image_store::{
-    ContentDescriptor, CreateImageRequest, CreateLeaseRequest, DeleteLeaseRequest, StoredImage,
-    UpdateImageRequest, UpdatedFields, WriteAction, WriteContentRequest,
+    ContentDescriptor, CreateImageRequest, CreateLeaseRequest, DeleteImageRequest,
+    DeleteLeaseRequest, StoredImage, UpdateImageRequest, UpdatedFields, WriteAction,
+    WriteContentRequest,
 };
 use crate::time::rfc3339;
 
@@ -73,6 +74,24 @@ pub async fn import(
     let method = "containerd.services.leases.v1.Leases/Delete";
     let released = endpoint.call::<Empty>(IMPORT, method, &deleted, CALL_TIMEOUT).await;
     stored.and(released.map(drop).map_err(CallError::step))
+}
+
+/// Removes an image from containerd; of an unknown one this is success. CRI learns later than
+/// containerd that there is one.
+///
+/// # Errors
+/// The call that failed.
+pub async fn remove(
+    endpoint: &GrpcEndpoint,
+    name: &str,
+    within: Duration,
+) -> Result<(), StepError> {
+    let request = DeleteImageRequest { name: name.to_owned(), ..Default::default() };
+    let method = "containerd.services.images.v1.Images/Delete";
+    match endpoint.call::<Empty>("remove image", method, &request, within).await {
+        Err(e) if e.is(code::NOT_FOUND) => Ok(()),
+        removed => Ok(removed.map(drop)?),
+    }
 }
 
 async fn store(

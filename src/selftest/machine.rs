@@ -8,12 +8,16 @@ use std::path::{Path, PathBuf};
 /// Where the cgroup hierarchies are mounted.
 const CGROUPS: &str = "/sys/fs/cgroup";
 
+/// Where libcni has the result of a pod's network, until the network is removed. Its name has the
+/// pod's id.
+const CNI_RESULTS: &str = "/var/lib/cni/results";
+
 /// Depth of directories below a mount of cgroups that are searched: those of a pod without kubelet
 /// are near the root.
 const DEPTH: usize = 6;
 
-/// Mounts, cgroups and processes whose path or command has one of the words, and those of the paths
-/// that exist; one line each.
+/// Mounts, cgroups, processes and CNI results whose path or command has one of the words, and those
+/// of the paths that exist; one line each.
 pub(super) fn traces(words: &[String], paths: &[PathBuf]) -> BTreeSet<String> {
     let names = |text: &str| words.iter().any(|word| text.contains(word.as_str()));
     let mut found = BTreeSet::new();
@@ -39,9 +43,16 @@ pub(super) fn traces(words: &[String], paths: &[PathBuf]) -> BTreeSet<String> {
             found.insert(format!("process {pid}: {}", command.trim()));
         }
     }
+    results(Path::new(CNI_RESULTS), &names, &mut found);
     let there = paths.iter().filter(|path| path.exists());
     found.extend(there.map(|path| format!("file {}", path.display())));
     found
+}
+
+fn results(directory: &Path, names: &impl Fn(&str) -> bool, found: &mut BTreeSet<String>) {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let named = entries.filter(|entry| entry.file_name().to_str().is_some_and(names));
+    found.extend(named.map(|entry| format!("CNI result {}", entry.path().display())));
 }
 
 fn cgroups(
@@ -90,5 +101,17 @@ mod tests {
         assert!(has(&format!("file {}", dir.path().display())), "{found:?}");
         assert!(!has("/nowhere"), "{found:?}");
         assert!(has(&child_line) && found.len() == 2, "{found:?}");
+    }
+
+    #[test]
+    fn a_cni_result_is_found_by_the_id_in_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["net-0123-eth0", "cni-loopback-4567-lo"] {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        let mut found = BTreeSet::new();
+        results(dir.path(), &|name: &str| name.contains("4567"), &mut found);
+        let path = dir.path().join("cni-loopback-4567-lo");
+        assert_eq!(found, BTreeSet::from([format!("CNI result {}", path.display())]));
     }
 }

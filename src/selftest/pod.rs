@@ -16,7 +16,7 @@ use crate::protos::cri::{
 };
 use crate::protos::cri_runtime::{
     ContainerConfig, ContainerMetadata, ImageSpec, LinuxContainerConfig,
-    LinuxContainerSecurityContext,
+    LinuxContainerSecurityContext, PodSandboxStatusResponse,
 };
 use crate::shell_command;
 
@@ -45,6 +45,8 @@ pub(super) struct PodPlan {
     pub(super) handler: String,
     /// Whether runc makes its cgroups by systemd.
     pub(super) systemd_cgroup: bool,
+    /// Where runc has the state of its container.
+    pub(super) runc_root: PathBuf,
     /// Whether it has a network of its own; otherwise the node's.
     pub(super) own_network: bool,
     /// The image of its container.
@@ -164,7 +166,7 @@ impl TestPod {
         let id = id.map_err(|step| with_network_option(step, self.plan.own_network))?;
         self.sandbox = Some(id.clone());
         let status = cri.pod_status(&id).await?;
-        self.network = network_of(status.info.get("info").map_or("", String::as_str));
+        self.network = network_of(&status);
         let container = self.container_config();
         let created = cri.create_container(&id, container, &config);
         let main = self.step("create the container", created).await?;
@@ -194,6 +196,10 @@ impl TestPod {
             Ok(pods) => {
                 for pod in pods.into_iter().filter(|pod| pod.metadata.uid == self.uid) {
                     self.sandbox = Some(pod.id.clone());
+                    if let (None, Ok(status)) = (&self.network, self.cri.pod_status(&pod.id).await)
+                    {
+                        self.network = network_of(&status);
+                    }
                     steps.check(self.cri.stop_pod(&pod.id).await);
                     steps.check(self.cri.remove_pod(&pod.id).await);
                 }
@@ -232,11 +238,11 @@ impl TestPod {
                 let cri = directory.join(CRI_PLUGIN_DIR);
                 paths.extend([cri.join("sandboxes").join(id), cri.join("containers").join(id)]);
             }
+            let tasks = Path::new("io.containerd.runtime.v2.task");
             for directory in [
-                config
-                    .containerd_state
-                    .join("io.containerd.runtime.v2.task")
-                    .join(&config.containerd_namespace),
+                config.containerd_root.join(tasks).join(&config.containerd_namespace),
+                config.containerd_state.join(tasks).join(&config.containerd_namespace),
+                self.plan.runc_root.join(&config.containerd_namespace),
                 config.records(),
             ] {
                 paths.push(directory.join(id));
@@ -260,8 +266,8 @@ fn with_network_option(step: StepError, own_network: bool) -> SelftestError {
 }
 
 /// The pod's network namespace in CRI's verbose status.
-fn network_of(info: &str) -> Option<PathBuf> {
-    let info: serde_json::Value = serde_json::from_str(info).ok()?;
+fn network_of(status: &PodSandboxStatusResponse) -> Option<PathBuf> {
+    let info: serde_json::Value = serde_json::from_str(status.info.get("info")?).ok()?;
     let namespaces = info.pointer("/runtimeSpec/linux/namespaces")?.as_array()?;
     let network = namespaces.iter().find(|namespace| namespace["type"] == "network")?;
     Some(PathBuf::from(network["path"].as_str()?)).filter(|path| !path.starts_with("/proc"))
@@ -325,9 +331,14 @@ mod tests {
     fn the_network_namespace_is_in_the_verbose_status() {
         let info = r#"{"runtimeSpec":{"linux":{"namespaces":[{"type":"pid"},
             {"type":"network","path":"/run/netns/cni-1"}]}}}"#;
-        assert_eq!(network_of(info), Some("/run/netns/cni-1".into()));
-        assert_eq!(network_of(&info.replace("/run/netns", "/proc/1/ns")), None);
-        assert_eq!(network_of("{}"), None);
-        assert_eq!(network_of(""), None);
+        let of = |info: &str| {
+            let info = HashMap::from([("info".to_owned(), info.to_owned())]);
+            network_of(&PodSandboxStatusResponse { info, ..Default::default() })
+        };
+        assert_eq!(of(info), Some("/run/netns/cni-1".into()));
+        assert_eq!(of(&info.replace("/run/netns", "/proc/1/ns")), None);
+        assert_eq!(of("{}"), None);
+        assert_eq!(of(""), None);
+        assert_eq!(network_of(&PodSandboxStatusResponse::default()), None);
     }
 }
