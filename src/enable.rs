@@ -414,7 +414,7 @@ fn load(
     before_restart::keep_handlers_in_use(wanted, lost)
         .map_err(|reason| roll_back(changes, reason))?;
     let has_handler = |handlers: &[String]| handlers.contains(handler);
-    let restarted = restart::restart(by, subject, wanted.within, has_handler);
+    let restarted = restart::restart_for(changes, by, subject, wanted.within, has_handler);
     if let Err(reason) = runtime()?.block_on(restarted) {
         return Err(not_loaded(wanted, node, changes, reason, by));
     }

@@ -383,7 +383,7 @@ fn unload(
         before_restart::only_own_changes(node, main)?;
     }
     let without = |known: &[String]| !lost.iter().any(|one| known.contains(one));
-    let restarted = restart::restart(by, subject, wanted.within, without);
+    let restarted = restart::restart_for(&removal.changes, by, subject, wanted.within, without);
     if let Err(reason) = runtime()?.block_on(restarted) {
         return Err(restart_after_rollback(&removal.changes, reason, by, subject, wanted.within));
     }

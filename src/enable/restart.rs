@@ -6,11 +6,13 @@ use std::time::Duration;
 use tokio::process::Command;
 use tokio::time::Instant;
 
+use super::changes::Changes;
 use super::loaded;
 use crate::check::Subject;
 use crate::check::containerd::NodeContainerd;
 use crate::containerd::cri::CriClient;
 use crate::shell_command;
+use crate::stop_signal;
 
 /// Polling interval of CRI.
 const INTERVAL: Duration = Duration::from_millis(200);
@@ -94,6 +96,30 @@ pub(super) async fn restart(
             return Err(format!("containerd does not serve CRI within {within} s: {reason}{see}"));
         }
         tokio::time::sleep(INTERVAL).await;
+    }
+}
+
+/// As [`restart`], which reads `changes`. If it fails, the caller rolls them back: so a signal, as
+/// of a terminal that is lost, is a failure too, and a later one does not end the rollback. Without
+/// changes there is nothing to roll back.
+///
+/// # Errors
+/// As [`restart`], or a signal.
+pub(super) async fn restart_for(
+    changes: &Changes,
+    by: &RestartBy,
+    subject: &Subject,
+    within: Duration,
+    wanted: impl Fn(&[String]) -> bool,
+) -> Result<(), String> {
+    let restarted = restart(by, subject, within, wanted);
+    if changes.is_empty() {
+        return restarted.await;
+    }
+    let stopped = stop_signal::taken().map_err(|step| step.to_string())?;
+    tokio::select! {
+        done = restarted => done,
+        signal = stopped => Err(format!("stopped by {signal}")),
     }
 }
 

@@ -3,11 +3,14 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use kit::{Handler, Node, PodSpec};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::cases::{HANDLER, NodeCase, always, cases};
 use crate::etc::Etc;
@@ -26,6 +29,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         what_disable_has_written_is_no_edit,
         pods_that_cannot_be_listed_restore_the_files,
         a_stopped_containerd_does_not_show_its_config_file,
+        a_signal_during_the_restart_restores_the_files,
     ]
 }
 
@@ -255,6 +259,52 @@ async fn pods_that_cannot_be_listed_restore_the_files(node: Arc<Node>) -> Result
         "{said}"
     );
     ensure!(etc.files() == before, "left: {:?}", etc.files().keys());
+    Ok(())
+}
+
+async fn a_signal_during_the_restart_restores_the_files(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    let before = etc.files();
+    let [asked, log] = ["asked", "log"].map(|name| etc.node.layout().top.join(name));
+    let script = format!(
+        "touch {0} && echo >>{1} && while [ -e {0} ]; do sleep 0.05; done",
+        asked.display(),
+        log.display()
+    );
+    let mut command =
+        etc.command(&["enable", "--restart", "--timeout", "60", "--restart-command", &script]);
+    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    let pid = Pid::from_raw(child.id().cast_signed());
+    let restarts = async |count| {
+        kit::until("the restart is asked for", Duration::from_secs(30), async || {
+            let lines = fs::read_to_string(&log).unwrap_or_default().lines().count();
+            ensure!(lines == count, "{lines} times");
+            Ok(())
+        })
+        .await
+    };
+    restarts(1).await?;
+    ensure!(etc.drop_in().exists(), "the files are not written");
+    etc.node.stop_containerd().await?;
+    kill(pid, Signal::SIGTERM)?;
+    restarts(2).await?;
+    ensure!(etc.files() == before, "{:?}", etc.files().keys());
+    // A terminal that is lost sends two.
+    kill(pid, Signal::SIGTERM)?;
+    etc.node.start_containerd().await?;
+    fs::remove_file(&asked)?;
+    #[allow(clippy::disallowed_methods, reason = "a test's own thread")]
+    let output = tokio::task::spawn_blocking(move || child.wait_with_output()).await??;
+    let said = String::from_utf8(output.stderr)?;
+    ensure!(
+        !output.status.success()
+            && said.contains(
+                "stopped by SIGTERM; all file changes are rolled back; containerd serves CRI with \
+                 the restored files"
+            ),
+        "{said}"
+    );
+    ensure!(etc.files() == before, "{:?}", etc.files().keys());
     Ok(())
 }
 
