@@ -247,11 +247,8 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     let text = plan.drop_in(wanted, &main)?;
     changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
     main.import(&path, plan.new_file_version(), &mut changes)?;
-    for option in old.as_deref().map(|old| drop_in::undone(old, wanted)).unwrap_or_default() {
-        say(format!(
-            "this command undoes {option} of the earlier `enable`; add {option} to keep it"
-        ));
-    }
+    let undone = old.as_deref().map(|old| drop_in::undone(old, wanted, &plan.base));
+    undone.into_iter().flatten().for_each(&mut *say);
     main.managed(&path).into_iter().for_each(&mut *say);
     if wanted.dry_run {
         let diff = changes.diff();

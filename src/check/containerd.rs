@@ -21,7 +21,7 @@ mod node;
 mod running;
 mod shims;
 
-pub(crate) use enabled::{EnabledOptions, MARK};
+pub(crate) use enabled::{BaseHandler, EnabledOptions, MARK};
 pub(crate) use node::NodeContainerd;
 use running::ContainerdProgram;
 

@@ -5,11 +5,10 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use super::Enablement;
-use crate::check::containerd::{CRI_OF_2, EnabledOptions, HANDLER, IMAGES, MARK, RUNTIME};
+use crate::check::containerd::{
+    BaseHandler, CRI_OF_2, EnabledOptions, HANDLER, IMAGES, MARK, RUNTIME,
+};
 use crate::oci_image;
-
-/// The line that names the handler whose settings were taken over, around its name.
-const BASE: (&str, &str) = ("# The handler has the settings of runtime handler ", ".\n");
 
 /// The settings of a drop-in.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,7 +20,7 @@ pub(super) struct DropInSettings<'a> {
     /// The runtime handler.
     pub(super) handler: &'a str,
     /// The handler whose settings it takes over.
-    pub(super) base: &'a str,
+    pub(super) base: &'a BaseHandler,
     /// The settings of that handler.
     pub(super) settings: &'a Table,
     /// Whether it is the default handler.
@@ -35,24 +34,30 @@ pub(super) fn is_ours(text: &str) -> bool {
     text.starts_with(MARK)
 }
 
-/// The options of the command that has written the text and that `wanted` undoes. Another name of
-/// the handler is wanted if the command names one.
-pub(super) fn undone(text: &str, wanted: &Enablement) -> Vec<String> {
+/// A line for each option of the command that has written the text and that `wanted` undoes, and
+/// one if the handler now has the settings of another one, `base`. Another name is wanted if the
+/// command names one.
+pub(super) fn undone(text: &str, wanted: &Enablement, base: &BaseHandler) -> Vec<String> {
     let Some(old) = EnabledOptions::parse(text) else { return Vec::new() };
     let is_named = wanted.handler != HANDLER;
     let new = EnabledOptions {
         handler: if is_named { old.handler.clone() } else { wanted.handler.clone() },
         default: wanted.default,
         offline: wanted.offline,
+        options_of: old.options_of.clone().filter(|_| base.is_named),
     };
-    old.without(&new)
-}
-
-/// The handler whose settings a drop-in of `enable` took over.
-pub(super) fn base_of(text: &str) -> Option<String> {
-    let lines = text.split_inclusive('\n');
-    let name = lines.filter_map(|line| line.strip_prefix(BASE.0)?.strip_suffix(BASE.1)).next()?;
-    Some(toml::from_str::<Table>(&format!("name = {name}")).ok()?.get("name")?.as_str()?.to_owned())
+    let undone = old.without(&new).into_iter().map(|option| {
+        format!("this command undoes {option} of the earlier `enable`; add {option} to keep it")
+    });
+    let copied = BaseHandler::parse(text).filter(|old| !old.is_named && !base.is_named);
+    let another = copied.filter(|old| old.name != base.name).map(|old| {
+        format!(
+            "this command copies the settings of runtime handler {}, the earlier `enable` copied \
+             those of {1}; add --options-of {1} to keep them",
+            base.name, old.name
+        )
+    });
+    undone.chain(another).collect()
 }
 
 /// The runtime handlers that a drop-in defines.
@@ -149,13 +154,13 @@ impl DropInSettings<'_> {
             merge(&mut table, nested(path, oci_image::NAME));
         }
         let written = toml::to_string(&table).map_err(|e| e.to_string())?;
-        let base = Value::from(self.base);
-        Ok(format!("{MARK}{}{base}{}\n{written}", BASE.0, BASE.1))
+        Ok(format!("{MARK}{}\n{written}", self.base.line()))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::enablement;
     use super::*;
 
     const RUNC: &str = "runtime_type = 'io.containerd.runc.v2'\nruntime_path = ''\n\
@@ -170,7 +175,7 @@ mod tests {
             sandboxer: "pause-sandboxer",
             socket: Path::new("/run/s.sock"),
             handler: "runc-pause",
-            base: "ru\"nc",
+            base: &BaseHandler { name: "runc".to_owned(), is_named: false },
             settings: &settings,
             default,
             offline,
@@ -196,9 +201,35 @@ mod tests {
             table["proxy_plugins"]["pause-sandboxer"]["address"].as_str(),
             Some("/run/s.sock")
         );
-        assert_eq!(base_of(&made).as_deref(), Some("ru\"nc"));
+        assert_eq!(BaseHandler::parse(&made).map(|base| base.name).as_deref(), Some("runc"));
         assert!(is_ours(&made) && !is_ours("# other\n"));
         assert_eq!(handlers_of(&made), ["runc-pause"]);
+    }
+
+    #[test]
+    fn settings_of_another_handler_are_announced() {
+        let of = |name: &str, is_named| BaseHandler { name: name.to_owned(), is_named };
+        let undone_by = |old: &BaseHandler, new: &BaseHandler| {
+            let made = text(Some(3), false, false);
+            let (runc, line) = (of("runc", false).line(), old.line());
+            assert!(made.contains(&runc), "{made}");
+            undone(&made.replace(&runc, &line), &enablement(), new).join("\n")
+        };
+        let (runc, nvidia) = (of("runc", false), of("nvidia", false));
+        let (named_runc, named_nvidia) = (of("runc", true), of("nvidia", true));
+        let option = "this command undoes --options-of nvidia of the earlier `enable`; add \
+                      --options-of nvidia to keep it";
+        assert_eq!(undone_by(&named_nvidia, &runc), option);
+        // The next command may choose another one.
+        assert_eq!(undone_by(&named_nvidia, &nvidia), option);
+        let settings = "this command copies the settings of runtime handler runc, the earlier \
+                        `enable` copied those of nvidia; add --options-of nvidia to keep them";
+        assert_eq!(undone_by(&nvidia, &runc), settings);
+        // The command says so itself.
+        for old in [&nvidia, &named_nvidia] {
+            assert_eq!(undone_by(old, &named_runc), "");
+        }
+        assert_eq!(undone_by(&nvidia, &nvidia), "");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use toml::{Table, Value};
 use super::drop_in::{self, DropInSettings};
 use super::main_config::MainConfig;
 use super::{EnableError, Enablement};
-use crate::check::containerd::{self as node, IMAGES, RUNTIME};
+use crate::check::containerd::{self as node, BaseHandler, IMAGES, RUNTIME};
 use crate::config::Config;
 
 /// The handler whose settings are taken over where the default one's cannot be.
@@ -26,7 +26,7 @@ const COMMON_VERSION: i64 = 3;
 #[derive(Debug)]
 pub(super) struct HandlerPlan {
     pub(super) sandboxer: String,
-    pub(super) base: String,
+    pub(super) base: BaseHandler,
     pub(super) settings: Table,
     /// containerd's merged config before the change.
     before: Table,
@@ -79,7 +79,8 @@ impl HandlerPlan {
             // kubelet makes cgroups as the default handler does.
             None if is_runc(&default) => default,
             None => {
-                old.and_then(drop_in::base_of).filter(is_runc).unwrap_or_else(|| RUNC.to_owned())
+                let earlier = old.and_then(BaseHandler::parse).map(|base| base.name);
+                earlier.filter(is_runc).unwrap_or_else(|| RUNC.to_owned())
             }
         };
         let settings = match known.all.get(&base) {
@@ -99,6 +100,7 @@ impl HandlerPlan {
             }
         };
         let replaced = old.map(|_| own_handlers);
+        let base = BaseHandler { name: base, is_named: wanted.options_of.is_some() };
         Ok(Self { sandboxer, base, settings, before, replaced })
     }
 
@@ -314,12 +316,12 @@ mod tests {
     #[test]
     fn the_base_is_the_default_handler_if_it_is_of_runc() {
         let wanted = enablement();
-        assert_eq!(plan(&wanted, "runc", None).unwrap().base, "runc");
-        assert_eq!(plan(&wanted, "", None).unwrap().base, "runc");
-        assert_eq!(plan(&wanted, "nvidia", None).unwrap().base, "nvidia");
-        assert_eq!(plan(&wanted, "kata", None).unwrap().base, "runc");
+        assert_eq!(plan(&wanted, "runc", None).unwrap().base.name, "runc");
+        assert_eq!(plan(&wanted, "", None).unwrap().base.name, "runc");
+        assert_eq!(plan(&wanted, "nvidia", None).unwrap().base.name, "nvidia");
+        assert_eq!(plan(&wanted, "kata", None).unwrap().base.name, "runc");
         let named = |base: &str| Enablement { options_of: Some(base.to_owned()), ..enablement() };
-        assert_eq!(plan(&named("kata"), "runc", None).unwrap().base, "kata");
+        assert_eq!(plan(&named("kata"), "runc", None).unwrap().base.name, "kata");
         let error = plan(&named("crun"), "runc", None).unwrap_err();
         assert!(
             error.contains(
@@ -330,7 +332,7 @@ mod tests {
         // The handler that was the default before this one became it.
         let first = plan(&wanted, "nvidia", None).unwrap();
         let text = first.contents(&wanted).text(None).unwrap();
-        assert_eq!(plan(&wanted, "runc-pause", Some(&text)).unwrap().base, "nvidia");
+        assert_eq!(plan(&wanted, "runc-pause", Some(&text)).unwrap().base.name, "nvidia");
     }
 
     #[test]

@@ -80,17 +80,32 @@ async fn a_wait_for_the_pods_of_the_default_handler_is_announced(node: Arc<Node>
 
 async fn options_that_a_command_undoes_are_named(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
-    etc.run(&["enable", "--offline", "--default", "--handler", "small"]).well()?;
+    let nvidia = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.nvidia]\n\
+        runtime_type = 'io.containerd.runc.v2'\npod_annotations = ['io.test/*']\n\
+        options = { BinaryName = '/opt/nvidia' }\n";
+    let text = fs::read_to_string(etc.file())?;
+    fs::write(etc.file(), format!("{text}\n{nvidia}"))?;
+    let words = ["--default", "--offline", "--handler", "small", "--options-of", "nvidia"];
+    etc.run(&[&["enable"], &words[..]].concat()).well()?;
+    let binary = || -> Result<_> {
+        let handler = etc.handler("small")?.context("no handler")?;
+        Ok(handler["options"].get("BinaryName").and_then(|name| name.as_str()).map(str::to_owned))
+    };
+    ensure!(binary()?.as_deref() == Some("/opt/nvidia"), "{:?}", binary()?);
     // What the handler has, and the sandboxer's settings no longer have.
     let settings = etc.node.layout().sandboxer_config();
     let text = fs::read_to_string(&settings)?;
     fs::write(&settings, text.replace("pod_annotations", "# pod_annotations"))?;
-    let command = "pause-sandboxer enable --restart --default --offline --handler small adopts it";
+    let command = format!("pause-sandboxer enable --restart {} adopts it", words.join(" "));
     let said = etc.run(&["check"]).text;
-    ensure!(said.contains(command), "{said}");
+    ensure!(said.contains(&command), "{said}");
+    // That command keeps all.
+    let said = etc.run(&[&["enable"], &words[..]].concat()).well()?;
+    ensure!(!said.contains("this command undoes"), "{said}");
+    ensure!(binary()?.as_deref() == Some("/opt/nvidia"), "{said}");
     for words in [&["enable", "--dry-run"][..], &["enable"]] {
         let said = etc.run(words).well()?;
-        for undone in ["--default", "--offline", "--handler small"] {
+        for undone in ["--default", "--offline", "--handler small", "--options-of nvidia"] {
             let line = format!("this command undoes {undone} of the earlier `enable`");
             ensure!(said.contains(&line), "{line} is missing: {said}");
         }

@@ -11,17 +11,48 @@ use super::{CRI_OF_2, ENABLE, HANDLER, IMAGES, RUNTIME};
 pub(crate) const MARK: &str =
     "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
+/// The line of such a file that names the handler whose settings were copied: what is before the
+/// name, what follows it if `--options-of` has named it, and the end.
+const BASE: (&str, &str, &str) =
+    ("# The handler has the settings of runtime handler ", " (--options-of)", ".");
+
+/// The handler whose settings `enable` has copied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct BaseHandler {
+    pub(crate) name: String,
+    /// Whether `--options-of` has named it. Otherwise it follows the node's default handler.
+    pub(crate) is_named: bool,
+}
+
+impl BaseHandler {
+    /// Its line in the drop-in.
+    pub(crate) fn line(&self) -> String {
+        let named = if self.is_named { BASE.1 } else { "" };
+        format!("{}{}{named}{}\n", BASE.0, Value::from(self.name.as_str()), BASE.2)
+    }
+
+    /// That of a drop-in.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let lines = text.lines();
+        let line = lines.filter_map(|l| l.strip_prefix(BASE.0)?.strip_suffix(BASE.2)).next()?;
+        let named = line.strip_suffix(BASE.1);
+        let table = toml::from_str::<Table>(&format!("name = {}", named.unwrap_or(line))).ok()?;
+        Some(Self { name: table.get("name")?.as_str()?.to_owned(), is_named: named.is_some() })
+    }
+}
+
 /// The options of an `enable`, as its drop-in shows them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EnabledOptions {
     pub(crate) handler: String,
     pub(crate) default: bool,
     pub(crate) offline: bool,
+    pub(crate) options_of: Option<String>,
 }
 
 impl Default for EnabledOptions {
     fn default() -> Self {
-        Self { handler: HANDLER.to_owned(), default: false, offline: false }
+        Self { handler: HANDLER.to_owned(), default: false, offline: false, options_of: None }
     }
 }
 
@@ -42,6 +73,7 @@ impl EnabledOptions {
             handler,
             default: cri("default_runtime_name").is_some(),
             offline: image.or_else(|| get(&[CRI_OF_2, "sandbox_image"])).is_some(),
+            options_of: BaseHandler::parse(text).filter(|base| base.is_named).map(|base| base.name),
         })
     }
 
@@ -73,6 +105,11 @@ impl EnabledOptions {
         if self.handler != others.handler {
             options.push(format!("--handler {}", self.handler));
         }
+        if let Some(base) =
+            self.options_of.as_ref().filter(|_| self.options_of != others.options_of)
+        {
+            options.push(format!("--options-of {base}"));
+        }
         options
     }
 }
@@ -97,12 +134,28 @@ mod tests {
             [plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.small]\n";
         for text in [of_3, of_2] {
             let path = dir.path().join("more/pause-sandboxer.toml");
-            std::fs::write(&path, format!("{MARK}{text}")).unwrap();
-            let command = EnabledOptions::of_config(&main).command();
-            assert_eq!(command, format!("{ENABLE} --default --offline --handler small"));
+            // `enable` chooses a handler that `--options-of` has not named by itself again.
+            for (is_named, more) in [(false, ""), (true, " --options-of nvidia")] {
+                let base = BaseHandler { name: "nvidia".to_owned(), is_named };
+                std::fs::write(&path, format!("{MARK}{}{text}", base.line())).unwrap();
+                let command = EnabledOptions::of_config(&main).command();
+                let expected = format!("{ENABLE} --default --offline --handler small{more}");
+                assert_eq!(command, expected);
+            }
             // The file of another.
             std::fs::write(&path, text).unwrap();
             assert_eq!(EnabledOptions::of_config(&main).command(), ENABLE);
         }
+    }
+
+    #[test]
+    fn the_handler_whose_settings_are_copied_is_read_from_its_line() {
+        for name in ["runc", "ru\"nc", "x\" (--options-of)", "a.b"] {
+            for is_named in [false, true] {
+                let base = BaseHandler { name: name.to_owned(), is_named };
+                assert_eq!(BaseHandler::parse(&format!("{MARK}{}\n", base.line())), Some(base));
+            }
+        }
+        assert_eq!(BaseHandler::parse(MARK), None);
     }
 }
