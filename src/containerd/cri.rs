@@ -7,7 +7,7 @@ use protobuf::Message;
 use protobuf::MessageField;
 use protobuf::well_known_types::empty::Empty;
 
-use super::grpc::GrpcEndpoint;
+use super::grpc::{GrpcEndpoint, code};
 use crate::error::StepError;
 use crate::protos::cri::PodSandboxConfig;
 use crate::protos::cri_runtime::{
@@ -67,6 +67,20 @@ impl CriClient {
     /// The call failed.
     pub async fn status(&self) -> Result<StatusResponse, StepError> {
         self.runtime("query CRI for its status", "Status", &StatusRequest::new(), QUERY).await
+    }
+
+    /// Whether containerd serves CRI; false if it runs without that plugin.
+    ///
+    /// # Errors
+    /// CRI does not answer, or not yet.
+    pub async fn is_served(&self) -> Result<bool, StepError> {
+        let (method, request) = (format!("{RUNTIME}/Status"), StatusRequest::new());
+        let what = "query CRI for its status";
+        match self.endpoint.call::<StatusResponse>(what, &method, &request, QUERY).await {
+            Ok(_) => Ok(true),
+            Err(e) if e.is(code::UNIMPLEMENTED) => Ok(false),
+            Err(e) => Err(e.step()),
+        }
     }
 
     /// The names of the runtime handlers in an answer of [`CriClient::status`]; empty if containerd

@@ -16,6 +16,7 @@ use super::{
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
 use crate::check::containerd::{EnabledOptions, NodeContainerd};
+use crate::config::Config;
 use crate::containerd::cri::CriClient;
 use crate::error::StepError;
 use crate::oci_image;
@@ -50,8 +51,6 @@ struct Removal {
     /// Those that containerd has loaded, and that its files no longer have; `None` if it does not
     /// say which it has.
     stale: Option<Vec<String>>,
-    /// Whether it names the pause image of the binary.
-    offline: bool,
     /// The options of the `enable` that has written it.
     options: Option<EnabledOptions>,
 }
@@ -89,6 +88,16 @@ impl Removal {
     fn has_stale(&self) -> bool {
         self.stale.as_ref().is_none_or(|stale| !stale.is_empty())
     }
+
+    /// Whether no file needs a change.
+    fn is_done(&self) -> bool {
+        self.changes.is_empty() && self.handlers.is_empty()
+    }
+
+    /// Whether a containerd whose files do not name the sandboxer may have its handler.
+    fn may_be_loaded(&self, node: &NodeContainerd) -> bool {
+        self.has_stale() && (self.stale.is_some() || node.has_unread_files())
+    }
 }
 
 /// Removes what `enable` has added. `say` gets a line for each thing done.
@@ -100,51 +109,42 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
     let subject = &wanted.subject;
     let (mut node, mut main, _lock) =
         begin(subject, &wanted.settings, wanted.restart.as_ref(), wanted.dry_run)?;
-    // A config that containerd does not load is no obstacle: this may be what corrects it.
-    let mut before = node.dump().ok();
-    let mut removal = find_removal(&main, before.as_ref(), subject)?;
-    if wanted.dry_run {
-        let plan = removal.plan(&node, &main);
-        say(if wanted.json { plan.to_json() } else { plan.to_string() });
-        return Ok(());
-    }
-    if removal.changes.is_empty() && removal.handlers.is_empty() {
-        let file = node.file.display();
-        say(format!("containerd's config {file} does not name this sandboxer"));
-        if removal.has_stale() && wait_for_pods(wanted, &removal, say)? {
-            (node, main) = found_again(&node, wanted)?;
+    let removal = loop {
+        // A config that containerd does not load is no obstacle: this may be what corrects it.
+        let before = node.dump().ok();
+        let removal = find_removal(&main, before.as_ref(), subject)?;
+        if wanted.dry_run {
+            let plan = removal.plan(&node, &main);
+            say(if wanted.json { plan.to_json() } else { plan.to_string() });
+            return Ok(());
         }
-        return unload(wanted, &node, &main, &removal, say);
-    }
-    loop {
         may_restart(wanted, &node, &main, &removal)?;
-        if wait_for_pods(wanted, &removal, say)? {
+        let has_waited = (!removal.is_done() || removal.may_be_loaded(&node))
+            && wait_for_pods(wanted, &removal, say)?;
+        if has_waited {
             // It may have been days: what others have written since stays.
             (node, main) = found_again(&node, wanted)?;
-            before = node.dump().ok();
-            removal = find_removal(&main, before.as_ref(), subject)?;
-            may_restart(wanted, &node, &main, &removal)?;
+            continue;
+        }
+        if removal.is_done() {
+            let file = node.file.display();
+            say(format!("containerd's config {file} does not name this sandboxer"));
+            break removal;
         }
         removal.changes.apply()?;
         if let Err(reason) = verify(&node, &main, before.as_ref(), &removal, subject) {
             return Err(roll_back(&removal.changes, reason));
         }
         // A pod may have arrived meanwhile.
-        let left = find_blocking_pods(subject, &removal)
-            .map_err(|step| roll_back(&removal.changes, step.to_string()))?
-            .pods;
-        if left.is_empty() {
-            break;
+        let left = find_blocking_pods(wanted, &removal)
+            .map_err(|step| roll_back(&removal.changes, step.to_string()))?;
+        let when = "during the removal: remove them, or use --wait";
+        let Some(reason) = left.reason(when) else { break removal };
+        if !wanted.wait {
+            return Err(roll_back(&removal.changes, reason));
         }
         removal.changes.undo()?;
-        if !wanted.wait {
-            return refuse(format!(
-                "{} started during the removal; all file changes are rolled back. Remove them, or \
-                 use --wait",
-                pods::shown(&left)
-            ));
-        }
-    }
+    };
     removal.changes.paths().for_each(|path| say(format!("removed or restored {}", path.display())));
     unload(wanted, &node, &main, &removal, say)
 }
@@ -192,7 +192,6 @@ fn find_removal(
     let text = state.as_ref().map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
     let mut handlers = text.as_deref().map(drop_in::handlers_of).unwrap_or_default();
     let options = text.as_deref().and_then(EnabledOptions::parse);
-    let offline = text.as_deref().is_some_and(|text| text.contains(oci_image::NAME));
     if let Some((text, state)) = text.zip(state) {
         if !drop_in::is_ours(&text) {
             changes.add(FileChange::copy(path.with_added_extension(BACKUP), &state)?);
@@ -204,7 +203,7 @@ fn find_removal(
     handlers.sort();
     handlers.dedup();
     let stale = loaded::stale(before, subject)?;
-    Ok(Removal { changes, handlers, stale, offline, options })
+    Ok(Removal { changes, handlers, stale, options })
 }
 
 /// Fails unless containerd's merged config has all other handlers, and none of this sandboxer.
@@ -258,20 +257,55 @@ struct BlockingPods {
     handlers: Vec<String>,
     /// Those among them that others have defined, in files that containerd's config no longer has.
     of_others: Vec<String>,
+    /// Why CRI, which may know others, does not list them.
+    unknown: Option<String>,
 }
 
-fn find_blocking_pods(subject: &Subject, removal: &Removal) -> Result<BlockingPods, StepError> {
-    let config = &subject.config;
+impl BlockingPods {
+    fn is_empty(&self) -> bool {
+        self.pods.is_empty() && self.unknown.is_none()
+    }
+
+    /// The reason to roll back the changes, `when` they started; `None`: there are no pods.
+    fn reason(&self, when: &str) -> Option<String> {
+        match &self.unknown {
+            Some(reason) if self.pods.is_empty() => {
+                Some(format!("CRI does not list the pods: {reason}"))
+            }
+            _ if self.pods.is_empty() => None,
+            _ => Some(format!("{} started {when}", pods::shown(&self.pods))),
+        }
+    }
+}
+
+/// The sandboxes of the daemon, and the pods that CRI knows, such as those that a reboot has ended.
+fn find_blocking_pods(wanted: &Disablement, removal: &Removal) -> Result<BlockingPods, StepError> {
+    let config = &wanted.subject.config;
     let ours = pods::of_daemon(config)?;
-    let cri = CriClient::new(&config.containerd_address);
     let mut found = BlockingPods { pods: ours.clone(), ..BlockingPods::default() };
-    let runtime = runtime()?;
-    // A containerd that does not run cannot say which; the daemon or its records can.
-    if runtime.block_on(cri.status()).is_err() {
-        return Ok(found);
+    let listed = runtime()?.block_on(add_pods_of_cri(config, removal, &ours, &mut found));
+    if let Err(step) = listed {
+        // A containerd that starts lists them later. One that does not run cannot, and the removal
+        // may be what lets it start; it may also be between two starts, if there is time to wait.
+        let runs = NodeContainerd::find(&wanted.subject).pid.is_some();
+        found.unknown = (runs || wanted.wait).then(|| step.to_string());
+    }
+    Ok(found)
+}
+
+/// Adds the pods of CRI to those of the daemon, `ours`. A containerd without CRI has none.
+async fn add_pods_of_cri(
+    config: &Config,
+    removal: &Removal,
+    ours: &pods::Pods,
+    found: &mut BlockingPods,
+) -> Result<(), StepError> {
+    let cri = CriClient::new(&config.containerd_address);
+    if !cri.is_served().await? {
+        return Ok(());
     }
     for name in removal.lost() {
-        let left = runtime.block_on(pods::of_cri(&cri, slice::from_ref(&name)))?;
+        let left = pods::of_cri(&cri, slice::from_ref(&name)).await?;
         if left.is_empty() {
             continue;
         }
@@ -281,20 +315,17 @@ fn find_blocking_pods(subject: &Subject, removal: &Removal) -> Result<BlockingPo
         found.handlers.push(name);
         found.pods.extend(left);
     }
-    Ok(found)
+    Ok(())
 }
 
 /// Fails if a pod came before the restart, by which containerd has lost the handler that it needs.
-fn still_unused(removal: &Removal, subject: &Subject) -> Result<(), String> {
+fn still_unused(wanted: &Disablement, removal: &Removal) -> Result<(), String> {
     if removal.changes.is_empty() && !removal.has_stale() {
         // containerd no longer had the handler.
         return Ok(());
     }
-    let left = find_blocking_pods(subject, removal).map_err(|step| step.to_string())?.pods;
-    if left.is_empty() {
-        return Ok(());
-    }
-    Err(format!("{} started before the restart", pods::shown(&left)))
+    let left = find_blocking_pods(wanted, removal).map_err(|step| step.to_string())?;
+    left.reason("before the restart").map_or(Ok(()), Err)
 }
 
 /// Returns when no pod needs the handlers; whether it has waited.
@@ -303,10 +334,10 @@ fn wait_for_pods(
     removal: &Removal,
     say: &mut dyn FnMut(String),
 ) -> Result<bool, EnableError> {
-    let mut last = pods::Pods::new();
+    let mut last = BlockingPods::default();
     loop {
-        let left = find_blocking_pods(&wanted.subject, removal)?;
-        if left.pods.is_empty() {
+        let left = find_blocking_pods(wanted, removal)?;
+        if left.is_empty() {
             return Ok(!last.is_empty());
         }
         if !wanted.wait {
@@ -319,16 +350,29 @@ fn wait_for_pods(
                  {command}, then run `disable` again"
             ));
         }
-        if left.pods != last {
+        if let (None, Some(reason)) = (&last.unknown, &left.unknown) {
+            say(format!(
+                "waiting for CRI, which lists the pods: {reason}. If containerd does not start, \
+                 interrupt this command, and run it without --wait"
+            ));
+        }
+        if left.pods != last.pods && !left.pods.is_empty() {
             say(format!("waiting for {}", pods::shown(&left.pods)));
         }
-        last = left.pods;
+        last = left;
         std::thread::sleep(INTERVAL);
     }
 }
 
 /// Why the pods prevent the removal, and what to do.
 fn reason_of(left: &BlockingPods, removal: &Removal) -> String {
+    if let (true, Some(reason)) = (left.pods.is_empty(), &left.unknown) {
+        return format!(
+            "containerd runs, but CRI does not list the pods that need the handler: {reason}. Run \
+             the command again when CRI answers, or use --wait; if CRI never answers, stop \
+             containerd first"
+        );
+    }
     let known = if left.handlers.is_empty() { removal.lost() } else { left.handlers.clone() };
     let handlers = match known.as_slice() {
         [] => "of this sandboxer".to_owned(),
@@ -368,7 +412,8 @@ fn unload(
         // A containerd that does not say which handlers it has may have them.
         || removal.stale.is_none() && node.has_unread_files();
     if !is_loaded {
-        return Ok(());
+        let may_need_pause = node.has_unread_files() || node.file_of_running().is_some();
+        return if may_need_pause { Ok(()) } else { remove_pause(node, &cri, say) };
     }
     let Some(by) = &wanted.restart else {
         let command = RestartBy::Systemd.command(&node.unit);
@@ -387,7 +432,7 @@ fn unload(
     if let Err(reason) = runtime()?.block_on(restarted) {
         return Err(restart_after_rollback(&removal.changes, reason, by, subject, wanted.within));
     }
-    if let Err(reason) = still_unused(removal, subject) {
+    if let Err(reason) = still_unused(wanted, removal) {
         if removal.changes.is_empty() {
             // No file gives the handler back.
             return refuse(format!(
@@ -398,9 +443,24 @@ fn unload(
         return Err(restart_after_rollback(&removal.changes, reason, by, subject, wanted.within));
     }
     say("restarted containerd: it no longer has the runtime handler".to_owned());
-    if removal.offline {
-        runtime()?.block_on(cri.remove_image(oci_image::NAME))?;
-        say(format!("removed image {}", oci_image::NAME));
+    remove_pause(node, &cri, say)
+}
+
+/// Removes the image that `enable --offline` has imported, also if a later `enable` has undone the
+/// option, unless another file of containerd's config names it.
+fn remove_pause(
+    node: &NodeContainerd,
+    cri: &CriClient,
+    say: &mut dyn FnMut(String),
+) -> Result<(), EnableError> {
+    let is_named = |merged: Table| merged.to_string().contains(oci_image::NAME);
+    let runtime = runtime()?;
+    // One that is imported by hand is not pinned.
+    let is_imported = matches!(runtime.block_on(cri.image(oci_image::NAME)), Ok(Some(true)));
+    if !is_imported || node.dump().map_or(true, is_named) {
+        return Ok(());
     }
+    runtime.block_on(cri.remove_image(oci_image::NAME))?;
+    say(format!("removed image {}", oci_image::NAME));
     Ok(())
 }

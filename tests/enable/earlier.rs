@@ -29,7 +29,9 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         what_disable_has_written_is_no_edit,
         pods_that_cannot_be_listed_restore_the_files,
         a_stopped_containerd_does_not_show_its_config_file,
+        pods_are_unknown_until_cri_answers,
         a_signal_during_the_restart_restores_the_files,
+        an_image_that_a_later_enable_does_not_name_is_removed,
     ]
 }
 
@@ -262,6 +264,39 @@ async fn pods_that_cannot_be_listed_restore_the_files(node: Arc<Node>) -> Result
     Ok(())
 }
 
+async fn pods_are_unknown_until_cri_answers(node: Arc<Node>) -> Result<()> {
+    let etc = enabled(node).await?;
+    let before = etc.files();
+    let pid = Pid::from_raw(etc.node.containerd_pid()?.cast_signed());
+    kill(pid, Signal::SIGSTOP)?;
+    let ran = etc.run_beside(&["disable"]).await;
+    kill(pid, Signal::SIGCONT)?;
+    let said = ran?.refused("CRI does not list the pods that need the handler")?;
+    ensure!(etc.files() == before, "the files are not as before: {said}");
+    // As between its stop and its start by another.
+    etc.node.stop_containerd().await?;
+    let program = etc.node.parts().program("containerd").display().to_string();
+    let file = etc.node.layout().containerd_config().display().to_string();
+    let words = ["disable", "--wait", "--containerd", &program, "--containerd-config", &file];
+    let starts = async {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        ensure!(etc.files() == before, "it has not waited");
+        etc.node.start_containerd().await
+    };
+    let said = etc.run_until(&words, "waiting for CRI, which lists the pods", starts).await?;
+    let said = said.well()?;
+    ensure!(!etc.drop_in().exists(), "{said}");
+    // Without CRI none is to be waited for.
+    let text = fs::read_to_string(etc.file())?;
+    fs::write(etc.file(), format!("disabled_plugins = ['io.containerd.grpc.v1.cri']\n{text}"))?;
+    etc.run(&["enable"]).well()?;
+    let started = tokio::time::timeout(Duration::from_secs(5), etc.restart()).await;
+    ensure!(started.is_err(), "CRI is not disabled: {started:?}");
+    let said = etc.run(&["disable"]).well()?;
+    ensure!(!etc.drop_in().exists(), "{said}");
+    Ok(())
+}
+
 async fn a_signal_during_the_restart_restores_the_files(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     let before = etc.files();
@@ -305,6 +340,28 @@ async fn a_signal_during_the_restart_restores_the_files(node: Arc<Node>) -> Resu
         "{said}"
     );
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
+    Ok(())
+}
+
+async fn an_image_that_a_later_enable_does_not_name_is_removed(node: Arc<Node>) -> Result<()> {
+    let image = pause_sandboxer::oci_image::NAME;
+    let etc = Etc::new(node, 3, "imports = [\"conf.d/*.toml\"]\n").await?;
+    let is_there = async || anyhow::Ok(etc.node.cri().image_id(image).await?.is_some());
+    etc.with_restart(&["enable", "--offline"], always).await?.well()?;
+    etc.with_restart(&["enable"], always).await?.well()?;
+    ensure!(is_there().await?, "enable has removed the image");
+    // The operator has named it too.
+    let file = etc.drop_in().with_file_name("image.toml");
+    let named = "[plugins.'io.containerd.cri.v1.images'.pinned_images]\nsandbox = ";
+    fs::write(&file, format!("{named}'{image}'\n"))?;
+    etc.restart().await?;
+    let said = etc.with_restart(&["disable"], always).await?.well()?;
+    ensure!(is_there().await?, "an image that is named is removed: {said}");
+    fs::remove_file(&file)?;
+    etc.restart().await?;
+    let said = etc.with_restart(&["disable"], always).await?.well()?;
+    ensure!(said.contains(&format!("removed image {image}")), "{said}");
+    ensure!(!is_there().await?, "the image is left: {said}");
     Ok(())
 }
 
