@@ -32,6 +32,8 @@ RUST_SHIM_VERSION := 0.2.0
 RUST_SHIM := target/tools/bin/containerd-shim-runc-v2-rs
 HELM_VERSION := 3.22.0
 HELM := target/tools/bin/helm
+# Where `make installer-image` writes.
+IMAGES ?= target/image
 # Architectures of a release; the machine's own must be among them.
 ARCHES ?= amd64 arm64
 # containerd's long-term release, and the newest of the other releases that nodes run; `debian` is
@@ -86,8 +88,8 @@ release-check: $(DEB) $(RPM) $(CYCLONEDX) ## build the release from two clones a
 
 installer-image: ## the installer's image, an OCI archive in target/image; needs root
 	packaging/release/programs $(ARCHES)
-	mkdir -p target/image
-	packaging/kubernetes/installer-image target/image/pause-sandboxer-installer $(ARCHES)
+	mkdir -p $(IMAGES)
+	packaging/kubernetes/installer-image $(IMAGES)/pause-sandboxer-installer $(ARCHES)
 
 manifests: $(HELM) ## the manifests of the kustomizations, from the Helm chart
 	packaging/kubernetes/generate $(HELM)
@@ -197,12 +199,15 @@ conformance: ## critest, kubelet's test suite of CRI, with both controllers; nee
 	done
 
 # One case with its name: KUBERNETES_CASES=deployment
+# Its image is of this architecture only, so that it must not replace one that is for publication.
 test-kubernetes: ## pods of every kind in a cluster, which it builds first; needs root, cgroup v1
+	$(MAKE) installer-image ARCHES=$$(dpkg --print-architecture) IMAGES=target/image/test
 	parts=$$(tests/kit/fetch-release $(LTS)) && \
 	kubernetes=$$(tests/kit/fetch-kubernetes $(KUBERNETES)) && \
 	tests/kit/build-tests kubernetes >/dev/null && \
 	echo "kubernetes env PARTS_DIR=$$parts KUBERNETES_DIR=$$kubernetes \
 		RESULTS_DIR=$(CURDIR)/target/results CARGO_NET_OFFLINE=true \
+		INSTALLER_IMAGE=$(CURDIR)/target/image/test/pause-sandboxer-installer.oci.tar \
 		$(CARGO) test --locked --workspace --test kubernetes -- $(KUBERNETES_CASES)" | \
 		tests/kit/lanes 1 $(CURDIR)/target/suites/kubernetes
 	cat target/suites/kubernetes/kubernetes.log

@@ -1,19 +1,15 @@
-//! The DaemonSets that install and remove the sandboxer. Their image holds what
-//! `packaging/kubernetes/installer-image` puts into it, with this machine's programs in place of
-//! Debian's packages. The node has no systemd: what the script and `enable` ask of `systemctl` is
-//! answered here.
+//! The DaemonSets that install and remove the sandboxer, with the image that
+//! `packaging/kubernetes/installer-image` builds, which INSTALLER_IMAGE names. The node has no
+//! systemd: what the script and `enable` ask of `systemctl` is answered here.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
-use kit::image::{self, Image, Layer};
 use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 use serde_json::json;
@@ -25,15 +21,6 @@ use crate::side::{Facts, LIMIT, Side, at, sleeping};
 pub(crate) const CASES: &[(&str, Run)] = &[("installer_and_uninstaller", Run::Both(installer))];
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
-const NAME: &str =
-    concat!("registry.example/pause-sandboxer-installer:", env!("CARGO_PKG_VERSION"));
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// What the scripts run, of the packages that the image has.
-const PROGRAMS: [&str; 25] = [
-    "awk", "cat", "cmp", "cp", "curl", "dirname", "find", "grep", "head", "install", "mkdir",
-    "mktemp", "mv", "nsenter", "rm", "sed", "sh", "sleep", "sort", "tail", "tr", "true", "umount",
-    "id", "env",
-];
 /// What is placed on the node.
 const PLACED: [&str; 5] = [
     "/usr/local/bin/pause-sandboxer",
@@ -46,54 +33,9 @@ const CONFIG: &str = "/etc/containerd/config.toml";
 /// Where systemd runs, this is there (sd_booted(3)).
 const BOOTED: &str = "/run/systemd/system";
 const IMPORTS: &str = "imports = [\"/etc/containerd/conf.d/*.toml\"]\n";
-
-/// The installer's image.
-fn image() -> Result<Image> {
-    let mut layer = Layer::new(Vec::new());
-    for directory in ["usr/", "usr/bin/", "usr/lib/", "usr/lib64/", "usr/local/", "dist/", "host/"]
-    {
-        layer.directory(directory, 0o755)?;
-    }
-    for directory in ["usr/local/bin/", "dev/", "etc/", "proc/", "sys/", "var/", "run/"] {
-        layer.directory(directory, 0o755)?;
-    }
-    layer.directory("tmp/", 0o1777)?;
-    for link in ["bin", "lib", "lib64"] {
-        layer.symlink(link, &format!("usr/{link}"))?;
-    }
-    let mut files = BTreeSet::new();
-    for program in PROGRAMS {
-        let at = Path::new("/usr/bin").join(program);
-        layer.file(&format!("usr/bin/{program}"), 0o755, &fs::read(&at).context(program)?)?;
-        let mut ldd = Command::new("ldd");
-        ldd.arg(&at);
-        files.extend(output(ldd, b"")?.split_whitespace().filter_map(|word| {
-            let below_usr = word.strip_prefix("/lib").map(|rest| format!("/usr/lib{rest}"));
-            word.starts_with('/').then(|| below_usr.unwrap_or_else(|| word.to_owned()))
-        }));
-    }
-    for library in files {
-        layer.file(
-            library.trim_start_matches('/'),
-            0o755,
-            &fs::read(&library).with_context(|| library.clone())?,
-        )?;
-    }
-    let sandboxer = env!("CARGO_BIN_EXE_pause-sandboxer");
-    kit::shim::prepare(Path::new(sandboxer))?;
-    let shim = Path::new(sandboxer).with_file_name(kit::shim::NAME);
-    for (path, mode, from) in [
-        ("dist/pause-sandboxer", 0o755, sandboxer.to_owned()),
-        ("dist/pause-sandboxer-runc-shim", 0o755, shim.display().to_string()),
-        ("dist/pause-sandboxer.service", 0o644, in_packaging("systemd/pause-sandboxer.service")),
-        ("dist/pause-sandboxer.socket", 0o644, in_packaging("systemd/pause-sandboxer.socket")),
-        ("usr/local/bin/install.sh", 0o755, in_packaging("kubernetes/install.sh")),
-        ("usr/local/bin/rollout.sh", 0o755, in_packaging("kubernetes/rollout.sh")),
-    ] {
-        layer.file(path, mode, &fs::read(&from).context(from)?)?;
-    }
-    Image::with_path(NAME, &layer.finish()?, &["rollout.sh"], "", PATH)
-}
+const LEASE: &str = "pause-sandboxer-rollout";
+/// Of the pods of the DaemonSet.
+const LABEL: &str = "app.kubernetes.io/component=installer";
 
 fn in_packaging(file: &str) -> String {
     format!("{ROOT}/packaging/{file}")
@@ -183,9 +125,9 @@ impl<'a> Systemctl<'a> {
 
 fn installer(sides: &[Side; 2]) -> Result<[Facts; 2]> {
     let cluster = sides[0].cluster;
-    let archive = cluster.file("installer.tar");
-    image::write(&archive, &[image()?])?;
-    cluster.import(&archive)?;
+    let archive = std::env::var_os("INSTALLER_IMAGE")
+        .context("INSTALLER_IMAGE is not set; `make test-kubernetes` sets it")?;
+    cluster.import(Path::new(&archive))?;
     symlink(cluster.parts().program("containerd"), "/usr/local/bin/containerd")?;
     let config = fs::read_to_string(CONFIG)?;
     let drop_in = fs::read(PLACED[3])?;
@@ -234,7 +176,19 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
         Ok(at(&builtin.get("pod/lives")?, "status.containerStatuses.0.containerID"))
     };
     let before = alive()?;
+    // Of another node: the installer waits for it.
+    cluster.apply(&json!({
+        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+        "metadata": { "name": LEASE, "namespace": "kube-system" },
+        "spec": { "holderIdentity": "another" },
+    }))?;
     cluster.kubectl(&["apply", "-k", &in_packaging("kubernetes")])?;
+    until("the installer waits for the Lease", LIMIT, || {
+        let logs = logs(cluster);
+        ensure!(logs.contains("waiting for node another"), "{logs}");
+        Ok(())
+    })?;
+    cluster.kubectl(&["delete", "lease", "-n", "kube-system", LEASE])?;
     let set = "daemonset/pause-sandboxer-installer";
     let rolled = ["rollout", "status", "-n", "kube-system", set, "--timeout=180s"];
     cluster.kubectl(&rolled).with_context(|| logs(cluster))?;
@@ -247,8 +201,10 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     })?;
     facts.add("label", "true");
     let lease = ["get", "lease", "-n", "kube-system", "--ignore-not-found", "-o", "name"];
-    let lease = cluster.kubectl(&[&lease[..], &["pause-sandboxer-rollout"]].concat())?;
+    let lease = cluster.kubectl(&[&lease[..], &[LEASE]].concat())?;
     facts.expect("lease after the rollout", lease.trim(), "")?;
+    // A command that the image lacks ends a script, which kubelet starts again.
+    facts.expect("restarts of the installer", restarts(cluster)?, "0")?;
     for path in PLACED {
         ensure!(Path::new(path).exists(), "{path} is not there");
     }
@@ -271,6 +227,7 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
         Ok(())
     })?;
     cluster.kubectl(&rolled).with_context(|| logs(cluster))?;
+    facts.expect("restarts of the uninstaller", restarts(cluster)?, "0")?;
     let left: Vec<&str> = PLACED.into_iter().filter(|path| Path::new(path).exists()).collect();
     facts.expect("left", left.join(" "), "")?;
     facts
@@ -286,7 +243,12 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
 
 /// What the pods of the DaemonSet have said.
 fn logs(cluster: &Cluster) -> String {
-    let label = "app.kubernetes.io/component=installer";
-    let logs = ["logs", "-n", "kube-system", "-l", label, "--tail=100"];
+    let logs = ["logs", "-n", "kube-system", "-l", LABEL, "--tail=100"];
     cluster.kubectl(&logs).unwrap_or_else(|e| format!("{e:#}"))
+}
+
+/// How often their containers have been restarted.
+fn restarts(cluster: &Cluster) -> Result<String> {
+    let path = "jsonpath={.items[*].status.containerStatuses[*].restartCount}";
+    cluster.kubectl(&["get", "pods", "-n", "kube-system", "-l", LABEL, "-o", path])
 }

@@ -90,25 +90,11 @@ impl Image {
     /// # Errors
     /// It cannot be encoded.
     pub fn new(name: &str, layer: &[u8], command: &[&str], user: &str) -> Result<Self> {
-        Self::with_path(name, layer, command, user, "/bin")
-    }
-
-    /// The same, with another search path for programs.
-    ///
-    /// # Errors
-    /// It cannot be encoded.
-    pub fn with_path(
-        name: &str,
-        layer: &[u8],
-        command: &[&str],
-        user: &str,
-        path: &str,
-    ) -> Result<Self> {
         let layer = Blob::new(layer.to_vec());
         let config = Blob::new(serde_json::to_vec(&json!({
             "architecture": architecture(),
             "os": "linux",
-            "config": { "Env": [format!("PATH={path}")], "Entrypoint": command, "User": user },
+            "config": { "Env": ["PATH=/bin"], "Entrypoint": command, "User": user },
             "rootfs": { "type": "layers", "diff_ids": [format!("sha256:{}", layer.digest)] },
         }))?);
         let manifest = Blob::new(serde_json::to_vec(&json!({
