@@ -248,17 +248,26 @@ fn a_removal_is_refused_while_containerd_may_have_the_handler_as_its_default() {
     }
 }
 
-/// The options of `enable` are the complete state: without `--offline` the image is removed.
+/// The options of `enable` are the complete state: without `--offline` the image is removed, and
+/// without `--options-of` the settings of another handler are copied.
 #[test]
-fn the_advice_of_a_refused_removal_keeps_the_image_of_an_offline_node() {
+fn the_advice_of_a_refused_removal_keeps_the_earlier_options() {
     let root = tempfile::tempdir().unwrap();
     let conf = root.path().join("etc/containerd/conf.d");
     fs::create_dir_all(&conf).unwrap();
     let image = pause_sandboxer::oci_image::NAME;
-    let text = format!("{MARK}default_runtime_name = \"runc-pause\"\nsandbox = \"{image}\"\n");
-    fs::write(conf.join("pause-sandboxer.toml"), text).unwrap();
-    let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
-    assert!(said.contains("To undo it: pause-sandboxer enable --offline --restart\n"), "{said}");
+    let settings = format!("default_runtime_name = \"runc-pause\"\nsandbox = \"{image}\"\n");
+    let base = "# The handler has the settings of runtime handler \"nvidia\"";
+    for (base, options) in [
+        (String::new(), "--offline"),
+        (format!("{base}.\n"), "--offline"),
+        (format!("{base} (--options-of).\n"), "--offline --options-of nvidia"),
+    ] {
+        fs::write(conf.join("pause-sandboxer.toml"), format!("{MARK}{base}\n{settings}")).unwrap();
+        let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
+        let command = format!("To undo it: pause-sandboxer enable {options} --restart\n");
+        assert!(said.contains(&command), "{said}");
+    }
 }
 
 /// Other packages print more of what matters.
