@@ -54,7 +54,8 @@ forever() { [ -n "${ONCE-}" ] || while :; do sleep 3600 & wait $!; done; }
 # begin MARKER
 begin() {
     mkdir -p "$(dirname "$host$1")"
-    : >"$host$1" || die "cannot write $1"
+    # A shell exits when a redirection of its built-in `:` fails.
+    (: >"$host$1") || die "cannot write $1"
 }
 
 # place FILE PATH MODE: replaces PATH by rename, because the old program may be running. Succeeds if
@@ -137,7 +138,7 @@ install_all() {
     # Also without a change: a node whose units are disabled has no daemon after a reboot.
     if ! start_daemon; then
         node $program check || check_failed "; the daemon does not start"
-        die "cannot start the daemon"
+        die "cannot start or enable the daemon's units (see above), although check succeeds"
     fi
     rm -f "$host$unfinished"
     if [ "$edit" != true ]; then
@@ -177,13 +178,20 @@ without_default() {
 # check_failed [MORE]: undoes --default, sets the label and ends the script.
 check_failed() {
     say "check failed (see above)${1-}" >&2
-    if [ "$edit" = true ] && without_default && [ -n "$(defaults)" ]; then
+    # Sets `others`; an earlier command may have had --default.
+    without_default || :
+    if [ "$edit" = true ] && [ -n "$(defaults)" ]; then
         say "undoing --default"
-        enable "$others" --restart
-        say "--default is undone" >&2
+        # Whether it succeeds or not: the label is set.
+        if (enable "$others" --restart); then
+            say "--default is undone" >&2
+        else
+            say "--default is not undone (see above)" >&2
+        fi
     fi
     if running=$(pods) && [ -z "$running" ]; then
-        begin $unlabelled
+        # On a full disk the label matters more.
+        (begin $unlabelled) || :
         mark '"false"'
         # A pod may have arrived before the label changed.
         if running=$(pods) && [ -z "$running" ]; then
@@ -208,8 +216,10 @@ state_dirs() {
         for note in "$host$state"/*.state; do
             [ ! -f "$note" ] || { cat "$note" && echo; }
         done
-        # A link to /run, which in this container is another directory.
-    } | sed 's|^/var/run/|/run/|' | sort -u
+    } | while IFS= read -r dir; do
+        # A link in the path leads elsewhere in this container.
+        node readlink -f "$dir" </dev/null || echo "$dir"
+    done | sort -u
 }
 
 # Prints the pods with a sandbox of this daemon. If the daemon does not answer, because it is down

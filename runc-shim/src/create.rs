@@ -54,7 +54,11 @@ impl Shim {
             // Another shim has it, or had it. A failure after this point deletes the runtime's
             // container and the mounts of the bundle.
             let state = container.runtime.state_of(&request.id);
-            let message = format!("the runtime already has the container: {}", state.display());
+            let message = format!(
+                "the runtime already has the container: {} exists: it belongs to another shim, or \
+                 it is left of a shim that has died: then `runc delete --force` removes it",
+                state.display()
+            );
             return Err(Error::new(Code::AlreadyExists, message));
         }
         options::write(&bundle, &options)?;

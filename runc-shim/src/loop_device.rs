@@ -15,8 +15,8 @@ const CONTROL: &str = "/dev/loop-control";
 const TRIES: u32 = 100;
 const BUSY_WAIT: Duration = Duration::from_millis(5);
 
-/// A loop device with a file. The kernel takes the file from it when it is neither open nor
-/// mounted, also if this process is killed.
+/// A loop device with a file. The kernel detaches the file when the device is neither
+/// open nor mounted, also if this process is killed.
 #[derive(Debug)]
 pub struct LoopDevice {
     /// The path of the device.
@@ -25,7 +25,7 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// Gives a free loop device this file.
+    /// Attaches the file to a free loop device.
     pub fn attach(image: &str, read_only: bool, direct_io: bool) -> Result<Self, Error> {
         let open = |path: &str| {
             let opened = OpenOptions::new().read(true).write(!read_only).open(path);
@@ -39,7 +39,8 @@ impl LoopDevice {
         flags |= if direct_io { sys::LOOP_DIRECT_IO } else { 0 };
         let mut tries = 1;
         loop {
-            let number = sys::free_loop_device(control.as_fd()).context("find a free device")?;
+            let number =
+                sys::free_loop_device(control.as_fd()).context("find a free loop device")?;
             let path = format!("/dev/loop{number}");
             let opened = open(&path)?;
             match sys::configure_loop_device(opened.as_fd(), file.as_fd(), image, flags) {

@@ -206,7 +206,8 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
 /// drops the message.
 fn check_supported(mount: &Mount) -> Result<(), Error> {
     if ["fuse.", "fuse3."].iter().any(|prefix| mount.type_.starts_with(prefix)) {
-        let reason = "this shim runs no FUSE programs; use shim = \"runtime\" for such pods";
+        let reason = "the shim runs no FUSE programs; set shim = \"runtime\" in the config of \
+                      pause-sandboxer, for all new pods";
         return Err(Error::new(Code::InvalidArgument, reason));
     }
     Ok(())

@@ -314,7 +314,7 @@ struct LoopConfig {
 
 const _: () = assert!(size_of::<LoopConfig>() == 304);
 
-/// The number of a loop device without a file, which may be made for this. `control` is
+/// The number of a loop device without a file, which the kernel creates if needed. `control` is
 /// `/dev/loop-control`.
 pub fn free_loop_device(control: BorrowedFd<'_>) -> io::Result<u32> {
     // SAFETY: the request takes no argument.
@@ -322,7 +322,7 @@ pub fn free_loop_device(control: BorrowedFd<'_>) -> io::Result<u32> {
     u32::try_from(number).map_err(|_| io::Error::last_os_error())
 }
 
-/// Gives a loop device a file. `name` is the file's name for `losetup`, and may be truncated.
+/// Attaches a file to a loop device. `name` is the file's name for `losetup`, and may be truncated.
 pub fn configure_loop_device(
     device: BorrowedFd<'_>,
     file: BorrowedFd<'_>,

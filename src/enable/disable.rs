@@ -266,12 +266,14 @@ impl BlockingPods {
         self.pods.is_empty() && self.unknown.is_none()
     }
 
-    /// The reason to roll back the changes, `when` they started; `None`: there are no pods.
+    /// The reason to roll back the changes; `None`: there are no pods. `when` says when the pods
+    /// started, and what to do.
     fn reason(&self, when: &str) -> Option<String> {
         match &self.unknown {
-            Some(reason) if self.pods.is_empty() => {
-                Some(format!("CRI does not list the pods: {reason}"))
-            }
+            Some(reason) if self.pods.is_empty() => Some(format!(
+                "CRI does not list the pods, so it is unknown whether one needs the handler: \
+                 {reason}. Run `disable` again when CRI answers"
+            )),
             _ if self.pods.is_empty() => None,
             _ => Some(format!("{} started {when}", pods::shown(&self.pods))),
         }
@@ -353,7 +355,7 @@ fn wait_for_pods(
         if let (None, Some(reason)) = (&last.unknown, &left.unknown) {
             say(format!(
                 "waiting for CRI, which lists the pods: {reason}. If containerd does not start, \
-                 interrupt this command, and run it without --wait"
+                 interrupt this command, and run `disable` without --wait and --restart"
             ));
         }
         if left.pods != last.pods && !left.pods.is_empty() {
@@ -369,8 +371,8 @@ fn reason_of(left: &BlockingPods, removal: &Removal) -> String {
     if let (true, Some(reason)) = (left.pods.is_empty(), &left.unknown) {
         return format!(
             "containerd runs, but CRI does not list the pods that need the handler: {reason}. Run \
-             the command again when CRI answers, or use --wait; if CRI never answers, stop \
-             containerd first"
+             the command again when CRI answers, or use --wait. If CRI never answers, stop \
+             containerd, run `disable` without --restart, and start containerd"
         );
     }
     let known = if left.handlers.is_empty() { removal.lost() } else { left.handlers.clone() };
@@ -436,7 +438,7 @@ fn unload(
         if removal.changes.is_empty() {
             // No file gives the handler back.
             return refuse(format!(
-                "{reason}, and containerd no longer has their runtime handler: to add it again, \
+                "{reason}. containerd no longer has the runtime handler: to add it for such pods, \
                  run `pause-sandboxer enable --restart` with the options that it had"
             ));
         }
@@ -460,7 +462,13 @@ fn remove_pause(
     if !is_imported || node.dump().map_or(true, is_named) {
         return Ok(());
     }
-    runtime.block_on(cri.remove_image(oci_image::NAME))?;
-    say(format!("removed image {}", oci_image::NAME));
+    // The handler is removed: an image that stays is no failure.
+    match runtime.block_on(cri.remove_image(oci_image::NAME)) {
+        Ok(_) => say(format!("removed image {}", oci_image::NAME)),
+        Err(step) => say(format!(
+            "image {0} stays: {step}. To remove it, run `crictl rmi {0}`",
+            oci_image::NAME
+        )),
+    }
     Ok(())
 }

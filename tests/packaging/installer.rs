@@ -82,6 +82,7 @@ impl Node {
              *\" disable --dry-run\") cat {0}/plan ;; \
              *\" disable --dry-run --output json\") cat {0}/plan.json ;; \
              *\" config show\") cat {0}/settings ;; \
+             \"readlink -f \"*) readlink -f \"$3\" ;; \
              \"rm -rf --one-file-system \"*) rm -rf {0}/host$4 ;; esac\n",
             node.0.path().display()
         );

@@ -18,7 +18,8 @@ const MAX_READS_AT_ONCE: usize = 256;
 /// Size of one read, bytes.
 const BUFFER: usize = 8192;
 
-/// Maximum number of pending bytes that are kept of a terminal that hangs up. It holds less.
+/// Number of pending bytes at which reading from a terminal that hangs up ends. A terminal holds
+/// less; processes may still write.
 const MAX_KEPT: usize = 64 << 10;
 
 /// Delay before another write after one that has failed, for example because the disk is full.
