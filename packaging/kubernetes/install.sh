@@ -198,7 +198,9 @@ check_failed() {
             rm -f "$host$unlabelled"
             die "the node has the label $label=false and gets no pods of the RuntimeClass"
         fi
-        relabel
+        # Also without the marker.
+        mark '"true"'
+        rm -f "$host$unlabelled"
         say "cordon the node"
         say "a pod arrived: without the label a kubelet that restarts terminates it" >&2
         die "the node has the label $label=true"

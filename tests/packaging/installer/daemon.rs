@@ -9,10 +9,14 @@ impl Node {
     /// `step` fails, and with it the check.
     pub(super) fn fails_to_start(&self, step: &str) {
         fs::write(self.path("fails"), step).unwrap();
+        self.fails_too("\"/usr/local/bin/pause-sandboxer check\"");
+    }
+
+    /// Commands of this pattern fail.
+    pub(super) fn fails_too(&self, pattern: &str) {
         let stub = fs::read_to_string(self.path("on-host")).unwrap();
-        let check = "case $* in \"/usr/local/bin/pause-sandboxer check\") exit 1 ;; ";
         assert!(stub.contains("case $* in "), "{stub}");
-        let stub = stub.replace("case $* in ", check);
+        let stub = stub.replace("case $* in ", &format!("case $* in {pattern}) exit 1 ;; "));
         kit::write_program(self.path("on-host"), stub.as_bytes()).unwrap();
     }
 }

@@ -44,17 +44,32 @@ fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
             assert!(said.contains("has the label pause-sandboxer/ready=false"), "{said}");
         }
     }
-    // A daemon that does not start fails the check too.
-    let node = Node::new();
-    let conf = node.path("host/etc/containerd/conf.d");
-    fs::create_dir_all(&conf).unwrap();
-    let text = format!("{MARK}default_runtime_name = 'runc-pause'\n");
-    fs::write(conf.join("pause-sandboxer.toml"), text).unwrap();
-    node.fails_to_start("systemctl restart pause-sandboxer.service");
-    let mut command = node.command("install");
-    assert!(!command.env("ENABLE_OPTIONS", "--default --offline").status().unwrap().success());
-    let asked = node.asked();
-    assert!(!asked.contains(&with) && asked.contains(&without), "{asked}");
+    // A daemon that does not start fails the check too, whether its options still have --default or
+    // not. If the undo fails, or the disk is full, the label is still set.
+    for (options, undo_fails) in
+        [("--default --offline", false), ("--offline", false), ("--offline", true)]
+    {
+        let node = Node::new();
+        let conf = node.path("host/etc/containerd/conf.d");
+        fs::create_dir_all(&conf).unwrap();
+        let text = format!("{MARK}default_runtime_name = 'runc-pause'\n");
+        fs::write(conf.join("pause-sandboxer.toml"), text).unwrap();
+        node.fails_to_start("systemctl restart pause-sandboxer.service");
+        if undo_fails {
+            node.fails_too("*\"pause-sandboxer enable \"*");
+            fs::create_dir_all(node.path("host/var/lib")).unwrap();
+            let marker = node.path("host/var/lib/pause-sandboxer.unlabelled");
+            std::os::unix::fs::symlink("/nonexistent/file", marker).unwrap();
+        }
+        let mut command = node.command("install");
+        command.env("ENABLE_OPTIONS", options).stderr(Stdio::piped());
+        let output = command.output().unwrap();
+        let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        let asked = node.asked();
+        assert!(!asked.contains(&with) && asked.contains(&without), "{asked}");
+        assert_eq!(said.contains("--default is not undone"), undo_fails, "{said}");
+        assert!(said.contains("has the label pause-sandboxer/ready=false"), "{said}");
+    }
     // An operator makes the changes.
     let node = Node::new();
     let mut command = node.command("install");
