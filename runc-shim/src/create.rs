@@ -50,17 +50,8 @@ impl Shim {
             return Err(Error::new(Code::InvalidArgument, message));
         }
         let container = new_container(&request, &options, &bundle, &self.namespace);
-        if container.runtime.knows(&request.id) {
-            // Another shim has it, or had it. A failure after this point deletes the runtime's
-            // container and the mounts of the bundle.
-            let state = container.runtime.state_of(&request.id);
-            let message = format!(
-                "the runtime already has the container: {} exists: it belongs to another shim, or \
-                 it is left of a shim that has died: then `runc delete --force` removes it",
-                state.display()
-            );
-            return Err(Error::new(Code::AlreadyExists, message));
-        }
+        // A failure after this point deletes the runtime's container and the mounts of the bundle.
+        container.runtime.check_unknown(&request.id)?;
         options::write(&bundle, &options)?;
         let key = ProcessKey::new(&request.id, "");
         self.containers.insert(request.id.clone(), container);

@@ -69,10 +69,7 @@ impl Shim {
                 copier.close(vec![console]);
             }
         }
-        for waiter in waiters {
-            let answer = response::now(&response::waited(exit));
-            self.respond(waiter, answer);
-        }
+        self.answer_waiters(waiters, exit);
     }
 
     /// Handles the end of a stream: hangs up the terminal of the process, and continues a deletion

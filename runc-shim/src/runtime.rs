@@ -63,8 +63,24 @@ impl Runtime {
     }
 
     /// The directory of the runtime's state of a container.
-    pub fn state_of(&self, id: &str) -> PathBuf {
+    fn state_of(&self, id: &str) -> PathBuf {
         Path::new(&self.root).join(id)
+    }
+
+    /// Checks that the container is not that of another shim.
+    ///
+    /// # Errors
+    /// The runtime keeps state of it.
+    pub fn check_unknown(&self, id: &str) -> Result<(), Error> {
+        if !self.knows(id) {
+            return Ok(());
+        }
+        let message = format!(
+            "the runtime already has the container: {} exists: it belongs to another shim, or it \
+             is left of a shim that has died: then `delete --force` of the runtime removes it",
+            self.state_of(id).display()
+        );
+        Err(Error::new(Code::AlreadyExists, message))
     }
 
     /// Starts a command.

@@ -163,9 +163,6 @@ impl Shim {
             event.exited_at = MessageField::some(exit.at());
             self.events.send(events::EXIT, &event, &self.reactor);
         }
-        for waiter in waiters {
-            let answer = response::now(&response::waited(exit));
-            self.respond(waiter, answer);
-        }
+        self.answer_waiters(waiters, exit);
     }
 }

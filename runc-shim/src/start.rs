@@ -110,10 +110,7 @@ impl Shim {
             exec.state = next;
         }
         let waiters = std::mem::take(&mut exec.process.waiters);
-        for waiter in waiters {
-            let answer = response::now(&response::waited(exit));
-            self.respond(waiter, answer);
-        }
+        self.answer_waiters(waiters, exit);
         self.announce_exit_if_done(&key.id);
     }
 

@@ -55,6 +55,14 @@ impl Shim {
         }
     }
 
+    /// Answers calls of Wait.
+    pub fn answer_waiters(&mut self, waiters: Vec<Reply>, exit: Exit) {
+        for waiter in waiters {
+            let answer = response::now(&response::waited(exit));
+            self.respond(waiter, answer);
+        }
+    }
+
     fn act(&mut self, reply: Reply, request: Request) -> Answer {
         let request = match self.sandbox_call(reply, request) {
             ControlFlow::Break(answer) => return answer,

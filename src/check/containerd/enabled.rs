@@ -12,7 +12,8 @@ pub(crate) const MARK: &str =
     "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
 /// The line of such a file that names the handler whose settings were copied: what is before the
-/// name, what follows it if `--options-of` has named it, and the end.
+/// name, what follows it if `--options-of` has named it, and the end. The package's `prerm` reads
+/// it.
 const BASE: (&str, &str, &str) =
     ("# The handler has the settings of runtime handler ", " (--options-of)", ".");
 
