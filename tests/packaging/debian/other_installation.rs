@@ -90,3 +90,15 @@ fn files_without_a_daemon_of_their_own_are_no_installation() {
         }
     }
 }
+
+/// Each script of a package is a file of its own, so both have the function.
+#[test]
+fn both_scripts_find_another_installation_in_the_same_way() {
+    let [prerm, postrm] = ["prerm", "postrm"].map(|script| {
+        let text = file(&format!("packaging/debian/scripts/{script}"));
+        let from = text.find("has_other() {").unwrap();
+        let length = text[from..].find("\n}\n").unwrap();
+        text[from..from + length].to_owned()
+    });
+    assert_eq!(prerm, postrm);
+}
