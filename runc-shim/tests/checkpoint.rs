@@ -58,6 +58,14 @@ fn stand_in_of_criu(pod: &Pod) -> Container {
     with
 }
 
+/// The errors in the log that a failure of runc names.
+fn log_of_criu(error: &str) -> String {
+    let path = error.split("path= ").nth(1).and_then(|rest| rest.split('"').next());
+    let log = path.and_then(|path| std::fs::read_to_string(path).ok()).unwrap_or_default();
+    let errors = log.lines().filter(|line| line.contains("Error") || line.contains("Warn"));
+    errors.collect::<Vec<_>>().join("\n")
+}
+
 /// Writes a checkpoint of a container, which ends by that, and restores another one from it.
 fn restores(container: impl Fn(&Pod) -> Container) {
     let mut pod = Pod::new();
@@ -68,7 +76,9 @@ fn restores(container: impl Fn(&Pod) -> Container) {
     let mut request = CheckpointTaskRequest::new();
     (request.id, request.path) = (pod.id("a"), pod.path("image"));
     request.options.mut_or_insert_default().value = options.write_to_bytes().unwrap();
-    pod.client.checkpoint(context(), &request).unwrap();
+    if let Err(e) = pod.client.checkpoint(context(), &request) {
+        panic!("{e}\n{}", log_of_criu(&e.to_string()));
+    }
     assert!(exists(&request.path));
     assert_eq!(pod.wait("a", "").unwrap(), 137);
     pod.delete("a", "").unwrap();
