@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::DeleteResponse;
+use process_identity::device_and_inode;
 use protobuf::{Message as _, MessageField};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
@@ -168,8 +168,11 @@ fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     if works.as_deref().and_then(Path::file_name) != bundle.file_name() {
         return false;
     }
-    let (works, bundle) = (file_id(&file("cwd")), file_id(bundle));
-    if works.is_none() || works != bundle {
+    let is_bundle = match (device_and_inode(file("cwd")), device_and_inode(bundle)) {
+        (Ok(works), Ok(bundle)) => works == bundle,
+        _ => false,
+    };
+    if !is_bundle {
         return false;
     }
     // A process that has exited has no arguments.
@@ -180,12 +183,6 @@ fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     helps || ["--root", &runtime.root, id].into_iter().all(has)
 }
 
-/// The device and inode of a file, as cached by the kernel.
-fn file_id(path: &Path) -> Option<(u32, u32, u64)> {
-    let about = rustix::fs::statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
-    Some((about.stx_dev_major, about.stx_dev_minor, about.stx_ino))
-}
-
 fn run(runtime: &Runtime, id: &str, bundle: &Path, until: Instant) -> Result<(), Error> {
     let mut command = runtime.start(&["delete", "--force", id], &Place::default())?;
     match wait_or_kill(command.pid, until.saturating_duration_since(Instant::now())) {
@@ -194,7 +191,7 @@ fn run(runtime: &Runtime, id: &str, bundle: &Path, until: Instant) -> Result<(),
         None => {
             let late =
                 format!("the runtime did not delete it within {} s", DELETE_TIMEOUT.as_secs());
-            Err(Error::new(Code::DeadlineExceeded, late))
+            Err(Error::new(Code::DEADLINE_EXCEEDED, late))
         }
     }
 }

@@ -80,7 +80,9 @@ pub fn last_error(log: &str) -> Option<String> {
 fn helper_failure(output: &[u8], status: u32) -> Error {
     match Status::parse_from_bytes(output) {
         Ok(status) if !status.message.is_empty() => {
-            Error::new(Code::of_number(status.code.value()), status.message)
+            // A response with OK would be a success.
+            let code = status.code.enum_value().ok().filter(|code| *code != Code::OK);
+            Error::new(code.unwrap_or(Code::UNKNOWN), status.message)
         }
         _ => Error::unknown(format!("exit status {status}")),
     }
@@ -88,7 +90,7 @@ fn helper_failure(output: &[u8], status: u32) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use protobuf::EnumOrUnknown;
+    use containerd_shim_protos::ttrpc::get_status;
 
     use super::*;
 
@@ -103,11 +105,11 @@ mod tests {
 
     #[test]
     fn the_error_of_a_helper_has_its_code() {
-        let mut status = Status::new();
-        status.code = EnumOrUnknown::from_i32(Code::InvalidArgument as i32);
-        status.message = "no such option".to_owned();
+        let status = get_status(Code::INVALID_ARGUMENT, "no such option");
         let error = helper_failure(&status.write_to_bytes().unwrap(), 1);
-        assert_eq!(error, Error::new(Code::InvalidArgument, "no such option"));
+        assert_eq!(error, Error::new(Code::INVALID_ARGUMENT, "no such option"));
+        let status = get_status(Code::OK, "all well").write_to_bytes().unwrap();
+        assert_eq!(helper_failure(&status, 1), Error::unknown("all well"));
         assert_eq!(helper_failure(b"", 137).message, "exit status 137");
         assert_eq!(helper_failure(b"\xff rubbish", 1).message, "exit status 1");
     }

@@ -254,7 +254,7 @@ impl Shim {
         }
         let resources = &request.resources.value;
         serde_json::from_slice::<serde::de::IgnoredAny>(resources)
-            .map_err(|e| Error::new(Code::InvalidArgument, format!("resources: {e}")))?;
+            .map_err(|e| Error::new(Code::INVALID_ARGUMENT, format!("resources: {e}")))?;
         let file = runtime::memory_file_of(resources)?;
         let place = Place { input_file: Some(file.as_fd()), ..Place::default() };
         let input_path = runtime::input_path();

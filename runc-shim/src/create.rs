@@ -37,17 +37,17 @@ impl Shim {
         if let Some(there) = self.containers.get(&request.id) {
             let what = if there.state == State::Discarding { "is being removed" } else { "exists" };
             let message = format!("container {} {what}", request.id);
-            return Err(Error::new(Code::AlreadyExists, message));
+            return Err(Error::new(Code::ALREADY_EXISTS, message));
         }
         if self.shutdown_deadline.is_some() {
-            return Err(Error::new(Code::Unavailable, "the shim is shutting down"));
+            return Err(Error::new(Code::UNAVAILABLE, "the shim is shutting down"));
         }
         process_key::check_id(&request.id)?;
         let options = options::parse(request.options.as_ref())?;
         let bundle = PathBuf::from(&request.bundle);
         if !bundle.is_absolute() {
             let message = format!("bundle path is not absolute: {}", request.bundle);
-            return Err(Error::new(Code::InvalidArgument, message));
+            return Err(Error::new(Code::INVALID_ARGUMENT, message));
         }
         let container = new_container(&request, &options, &bundle, &self.namespace);
         // A failure after this point deletes the runtime's container and the mounts of the bundle.
@@ -149,7 +149,7 @@ impl Shim {
 
     /// Fails a start whose logging program was not ready in time.
     pub fn logger_late(&mut self, id: u32) {
-        let late = Error::new(Code::DeadlineExceeded, "logging binary is not ready in time");
+        let late = Error::new(Code::DEADLINE_EXCEEDED, "logging binary is not ready in time");
         self.logger_done(id, Err(late));
     }
 

@@ -128,11 +128,11 @@ pub fn check_limit(limit: Option<Instant>) -> Result<(), Error> {
 
 /// The error of a call whose deadline has passed.
 pub fn passed() -> Error {
-    Error::new(Code::DeadlineExceeded, "the deadline of the call has passed")
+    Error::new(Code::DEADLINE_EXCEEDED, "the deadline of the call has passed")
 }
 
 /// The error of a command that was killed at its timeout, or because its container is deleted.
 pub fn ended(e: &Error, is_cancelled: bool) -> Error {
     let why = if is_cancelled { "a Delete cancels the creation" } else { "the command timed out" };
-    Error::new(Code::DeadlineExceeded, format!("{e}; killed: {why}"))
+    Error::new(Code::DEADLINE_EXCEEDED, format!("{e}; killed: {why}"))
 }

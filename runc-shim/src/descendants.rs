@@ -3,9 +3,10 @@
 
 use std::os::fd::OwnedFd;
 
+use process_identity::Stat;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::exits::{has_ended, parent};
+use crate::exits::has_ended;
 use crate::sys;
 
 /// Maximum number of searches. Each one finds processes that were started before their parent was
@@ -54,6 +55,11 @@ fn descendant(pid: i32, parent_pid: i32, child: i32, found: &[Process]) -> Optio
     let is_that = parent(pid) == Some(parent_pid) && !has_ended(&pidfd);
     let has_parent = holder.is_none_or(|holder| !has_ended(&holder.pidfd));
     (is_that && has_parent).then_some(Process { pid, pidfd })
+}
+
+/// The parent of a process; `None`: no such process.
+fn parent(pid: i32) -> Option<i32> {
+    i32::try_from(Stat::of_process(u32::try_from(pid).ok()?).ok()?.parent).ok()
 }
 
 /// All processes, and their parents.

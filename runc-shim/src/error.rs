@@ -3,48 +3,7 @@
 use std::fmt;
 use std::io;
 
-/// The gRPC status codes that the shim uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(i32)]
-pub enum Code {
-    /// Anything else, such as a failure of the OCI runtime.
-    Unknown = 2,
-    /// The request is malformed.
-    InvalidArgument = 3,
-    /// The operation took too long.
-    DeadlineExceeded = 4,
-    /// There is no such container or process.
-    NotFound = 5,
-    /// There is already such a container or process.
-    AlreadyExists = 6,
-    /// A limit of the shim was reached.
-    ResourceExhausted = 8,
-    /// The operation is not allowed in this state.
-    FailedPrecondition = 9,
-    /// There is no such method.
-    Unimplemented = 12,
-    /// The shim is shutting down.
-    Unavailable = 14,
-}
-
-impl Code {
-    /// The code of a number; [`Code::Unknown`] for any other.
-    pub fn of_number(number: i32) -> Self {
-        [
-            Self::InvalidArgument,
-            Self::DeadlineExceeded,
-            Self::NotFound,
-            Self::AlreadyExists,
-            Self::ResourceExhausted,
-            Self::FailedPrecondition,
-            Self::Unimplemented,
-            Self::Unavailable,
-        ]
-        .into_iter()
-        .find(|code| *code as i32 == number)
-        .unwrap_or(Self::Unknown)
-    }
-}
+pub use containerd_shim_protos::ttrpc::Code;
 
 /// Why a call fails.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,19 +20,19 @@ impl Error {
         Self { code, message: message.into() }
     }
 
-    /// [`Code::Unknown`].
+    /// [`Code::UNKNOWN`].
     pub fn unknown(message: impl Into<String>) -> Self {
-        Self::new(Code::Unknown, message)
+        Self::new(Code::UNKNOWN, message)
     }
 
-    /// [`Code::NotFound`].
+    /// [`Code::NOT_FOUND`].
     pub fn not_found(message: impl Into<String>) -> Self {
-        Self::new(Code::NotFound, message)
+        Self::new(Code::NOT_FOUND, message)
     }
 
-    /// [`Code::FailedPrecondition`].
+    /// [`Code::FAILED_PRECONDITION`].
     pub fn state(message: impl Into<String>) -> Self {
-        Self::new(Code::FailedPrecondition, message)
+        Self::new(Code::FAILED_PRECONDITION, message)
     }
 
     /// The same error with `what` in front of its message.
@@ -104,7 +63,7 @@ impl From<rustix::io::Errno> for Error {
 
 impl From<protobuf::Error> for Error {
     fn from(e: protobuf::Error) -> Self {
-        Self::new(Code::InvalidArgument, format!("malformed message: {e}"))
+        Self::new(Code::INVALID_ARGUMENT, format!("malformed message: {e}"))
     }
 }
 

@@ -323,7 +323,7 @@ impl Events {
             && let Some(first) = self.queue.front_mut()
         {
             first.refusals += 1;
-            let malformed = response.status.code.value() == Code::InvalidArgument as i32;
+            let malformed = response.status.code == Code::INVALID_ARGUMENT.into();
             let max = if malformed { MAX_MALFORMED_REFUSALS } else { MAX_OTHER_REFUSALS };
             let (topic, times, reason) = (first.topic, first.refusals, &response.status.message);
             if times < max {

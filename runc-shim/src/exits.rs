@@ -13,9 +13,9 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::str::FromStr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use process_identity::Stat;
 use protobuf::well_known_types::timestamp::Timestamp;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, WaitOptions};
@@ -152,21 +152,7 @@ impl Exits {
 
 /// The start time of a process, clock ticks after boot; `None`: no such process.
 pub fn start_time(pid: i32) -> Option<u64> {
-    stat(pid, 22)
-}
-
-/// The parent of a process; `None`: no such process.
-pub fn parent(pid: i32) -> Option<i32> {
-    stat(pid, 4)
-}
-
-/// A number in `/proc/PID/stat` after the process name (proc_pid_stat(5)).
-fn stat<T: FromStr>(pid: i32, field: usize) -> Option<T> {
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // The process name may contain any character.
-    let end = stat.iter().rposition(|byte| *byte == b')')?;
-    let rest = std::str::from_utf8(stat.get(end + 1..)?).ok()?;
-    rest.split_whitespace().nth(field.checked_sub(3)?)?.parse().ok()
+    Some(Stat::of_process(u32::try_from(pid).ok()?).ok()?.start_time)
 }
 
 /// The modification time of a file, clock ticks after boot; `None`: it cannot be determined.

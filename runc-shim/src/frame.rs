@@ -1,15 +1,14 @@
 //! Frames of ttrpc: a header of ten bytes (length, stream, type, flags) and the message.
 
+use containerd_shim_protos::ttrpc::proto::{
+    MESSAGE_HEADER_LENGTH as HEADER, MESSAGE_LENGTH_MAX, MessageHeader,
+};
+pub use containerd_shim_protos::ttrpc::proto::{
+    MESSAGE_TYPE_REQUEST as REQUEST, MESSAGE_TYPE_RESPONSE as RESPONSE,
+};
+
 /// Maximum length of a message that is read, as in containerd's ttrpc; bytes.
-pub const MAX_MESSAGE: usize = 4 << 20;
-
-/// Length of a header.
-pub const HEADER: usize = 10;
-
-/// Type of a frame that holds a request.
-pub const REQUEST: u8 = 1;
-/// Type of a frame that holds a response.
-pub const RESPONSE: u8 = 2;
+pub const MAX_MESSAGE: usize = MESSAGE_LENGTH_MAX;
 
 /// A decoded frame.
 #[derive(Debug, PartialEq, Eq)]
@@ -64,9 +63,8 @@ impl Decoder {
                     return frames;
                 }
             }
-            let [a, b, c, d, e, f, g, h, kind, _] = self.head;
-            let length = u32::from_be_bytes([a, b, c, d]) as usize;
-            let stream = u32::from_be_bytes([e, f, g, h]);
+            let MessageHeader { length, stream_id: stream, type_: kind, .. } = self.head.into();
+            let length = length as usize;
             if length > MAX_MESSAGE {
                 frames.push(Incoming::TooLong { stream, length });
                 (self.skip, self.head_len) = (length, 0);
@@ -88,9 +86,8 @@ impl Decoder {
 
 /// Appends a frame to `out`.
 pub fn encode(out: &mut Vec<u8>, stream: u32, kind: u8, payload: &[u8]) {
-    out.extend(u32::try_from(payload.len()).unwrap_or(u32::MAX).to_be_bytes());
-    out.extend(stream.to_be_bytes());
-    out.extend([kind, 0]);
+    let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
+    out.extend(Vec::from(MessageHeader { length, stream_id: stream, type_: kind, flags: 0 }));
     out.extend_from_slice(payload);
 }
 

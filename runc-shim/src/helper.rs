@@ -8,8 +8,8 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
 use containerd_shim_protos::api::{CreateTaskRequest, Mount};
-use containerd_shim_protos::ttrpc::proto::Status;
-use protobuf::{EnumOrUnknown, Message as _};
+use containerd_shim_protos::ttrpc::get_status;
+use protobuf::Message as _;
 
 use crate::arguments::Arguments;
 use crate::cgroup::Cgroup;
@@ -116,9 +116,7 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
 pub fn run(action: Action, arguments: &Arguments) -> Result<(), Error> {
     let done = act(action, arguments);
     if let Err(e) = &done {
-        let mut status = Status::new();
-        status.code = EnumOrUnknown::from_i32(e.code as i32);
-        status.message.clone_from(&e.message);
+        let status = get_status(e.code, &e.message);
         std::io::stdout().write_all(&status.write_to_bytes()?).context("write status")?;
     }
     done

@@ -28,7 +28,7 @@ pub fn user_namespace(users: &str, groups: &str) -> Result<OwnedFd, Error> {
 
 /// An id map in the form of `/proc/PID/uid_map`.
 pub fn id_map(map: &str) -> Result<String, Error> {
-    let malformed = || Error::new(Code::InvalidArgument, format!("id map {map:?}"));
+    let malformed = || Error::new(Code::INVALID_ARGUMENT, format!("id map {map:?}"));
     let mut lines = String::new();
     for entry in map.split(',') {
         let numbers: Vec<u32> = entry.split(':').filter_map(|part| part.parse().ok()).collect();
@@ -76,7 +76,7 @@ impl IdmappedLowerDirs {
     /// changes the option to name the directories there.
     pub fn map(data: &mut [String], beside: &Path, users: BorrowedFd<'_>) -> Result<Self, Error> {
         let apart = || {
-            Error::new(Code::InvalidArgument, "the lower directories have no common parent to map")
+            Error::new(Code::INVALID_ARGUMENT, "the lower directories have no common parent to map")
         };
         let common = overlay::shorten(data).ok_or_else(apart)?;
         let dir = beside.join(IDMAPPED);

@@ -20,7 +20,7 @@ impl Shim {
     pub fn kill(&mut self, reply: Reply, request: &api::KillRequest) -> Answer {
         let key = ProcessKey::new(&request.id, &request.exec_id);
         let signal = i32::try_from(request.signal)
-            .map_err(|_| Error::new(Code::InvalidArgument, "no such signal"))?;
+            .map_err(|_| Error::new(Code::INVALID_ARGUMENT, "no such signal"))?;
         let finished = || Error::not_found("process already finished");
         if !key.exec.is_empty() {
             let state = self.exec(&key)?.state;

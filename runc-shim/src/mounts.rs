@@ -90,7 +90,7 @@ impl Options {
                 let message = format!(
                     "internal mount option {option:?} was not consumed by the mount manager"
                 );
-                return Err(Error::new(Code::InvalidArgument, message));
+                return Err(Error::new(Code::INVALID_ARGUMENT, message));
             }
             if let Some((_, set, flag)) = FLAGS.iter().find(|(name, ..)| name == option) {
                 parsed.flags.set(*flag, *set);
@@ -183,7 +183,7 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     let data = options.data.join(",");
     if data.len() >= PAGE_SIZE {
         // The kernel would truncate the data.
-        return Err(Error::new(Code::InvalidArgument, "mount options is too long"));
+        return Err(Error::new(Code::INVALID_ARGUMENT, "mount options is too long"));
     }
     let in_directory = directory.map(Directory::enter).transpose()?;
     let mounted = target().and_then(|at| call_mount(mount, source, &options, &at.path, &data));
@@ -208,7 +208,7 @@ fn check_supported(mount: &Mount) -> Result<(), Error> {
     if ["fuse.", "fuse3."].iter().any(|prefix| mount.type_.starts_with(prefix)) {
         let reason = "the shim runs no FUSE programs; set shim = \"runtime\" in the config of \
                       pause-sandboxer, for all new pods";
-        return Err(Error::new(Code::InvalidArgument, reason));
+        return Err(Error::new(Code::INVALID_ARGUMENT, reason));
     }
     Ok(())
 }
@@ -236,7 +236,7 @@ fn call_mount(
         return Ok(rustix::mount::mount_remount(target, options.flags, data)?);
     }
     let data = std::ffi::CString::new(data)
-        .map_err(|_| Error::new(Code::InvalidArgument, "a zero byte in mount options"))?;
+        .map_err(|_| Error::new(Code::INVALID_ARGUMENT, "a zero byte in mount options"))?;
     rustix::mount::mount(source, target, &*mount.type_, options.flags, Some(data.as_c_str()))?;
     Ok(())
 }
@@ -437,7 +437,7 @@ mod tests {
         assert_eq!(mapped.users.as_deref(), Some("0:1:2"));
         assert_eq!(mapped.groups.as_deref(), Some("0:3:4"));
         let refused = Options::parse(&strings(&["X-containerd.mkdir.path=/a"])).unwrap_err();
-        assert_eq!(refused.code, Code::InvalidArgument);
+        assert_eq!(refused.code, Code::INVALID_ARGUMENT);
     }
 
     #[test]

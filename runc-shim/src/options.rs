@@ -29,7 +29,7 @@ pub fn parse(options: Option<&Any>) -> Result<Options, Error> {
         }
         Some(any) => {
             let message = format!("runtime options of type {:?}", any.type_url);
-            Err(Error::new(Code::InvalidArgument, message))
+            Err(Error::new(Code::INVALID_ARGUMENT, message))
         }
     }
 }

@@ -33,5 +33,5 @@ pub fn check_id(id: &str) -> Result<(), Error> {
     if named && id.len() <= LONGEST_ID && id.bytes().all(plain) {
         return Ok(());
     }
-    Err(Error::new(Code::InvalidArgument, format!("malformed id {id:.80?}")))
+    Err(Error::new(Code::INVALID_ARGUMENT, format!("malformed id {id:.80?}")))
 }

@@ -58,7 +58,7 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
     Ok(match method {
         _ if service == sandbox::SERVICE => Request::SetPause(PauseProcess::decode(method, p)?),
         _ if service != SERVICE => {
-            return Err(Error::new(Code::Unimplemented, format!("service {service}")));
+            return Err(Error::new(Code::UNIMPLEMENTED, format!("service {service}")));
         }
         "State" => Request::State(parse(p)?),
         "Create" => Request::Create(Box::new(parse(p)?)),
@@ -80,7 +80,7 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
             parse::<api::ShutdownRequest>(p)?;
             Request::Shutdown
         }
-        _ => return Err(Error::new(Code::Unimplemented, format!("method {method}"))),
+        _ => return Err(Error::new(Code::UNIMPLEMENTED, format!("method {method}"))),
     })
 }
 

@@ -80,7 +80,7 @@ impl Runtime {
              is left of a shim that has died: then `delete --force` of the runtime removes it",
             self.state_of(id).display()
         );
-        Err(Error::new(Code::AlreadyExists, message))
+        Err(Error::new(Code::ALREADY_EXISTS, message))
     }
 
     /// Starts a command.
@@ -132,7 +132,7 @@ pub fn memory_file() -> Result<File, Error> {
     made.map(File::from).context("make memory file")
 }
 
-/// The error of a kill; [`Code::NotFound`] if there is no such process or container.
+/// The error of a kill; [`Code::NOT_FOUND`] if there is no such process or container.
 pub fn kill_error(error: Error) -> Error {
     let says = |text: &str| error.message.to_lowercase().contains(text);
     if ["process already finished", "container not running", "no such process"]
@@ -179,7 +179,7 @@ pub fn environment() -> Vec<CString> {
 
 /// An argument of a command.
 pub fn string(text: &str) -> Result<CString, Error> {
-    CString::new(text).map_err(|_| Error::new(Code::InvalidArgument, "a zero byte in a request"))
+    CString::new(text).map_err(|_| Error::new(Code::INVALID_ARGUMENT, "a zero byte in a request"))
 }
 
 #[cfg(test)]
@@ -189,10 +189,10 @@ mod tests {
     #[test]
     fn a_kill_of_what_has_ended_is_not_found() {
         let code = |message: &str| kill_error(Error::unknown(message)).code;
-        assert_eq!(code("runc: container not running"), Code::NotFound);
-        assert_eq!(code("container with given id: No such process"), Code::NotFound);
-        assert_eq!(code("container does not exist"), Code::NotFound);
-        assert_eq!(code("invalid signal"), Code::Unknown);
+        assert_eq!(code("runc: container not running"), Code::NOT_FOUND);
+        assert_eq!(code("container with given id: No such process"), Code::NOT_FOUND);
+        assert_eq!(code("container does not exist"), Code::NOT_FOUND);
+        assert_eq!(code("invalid signal"), Code::UNKNOWN);
     }
 
     #[test]

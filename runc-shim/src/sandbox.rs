@@ -52,9 +52,9 @@ impl PauseProcess {
     /// The request is malformed, or for another method.
     pub fn decode(method: &str, payload: &[u8]) -> Result<Self, Error> {
         if method != SET_PAUSE {
-            return Err(Error::new(Code::Unimplemented, format!("method {method}")));
+            return Err(Error::new(Code::UNIMPLEMENTED, format!("method {method}")));
         }
-        let malformed = |reason: String| Error::new(Code::InvalidArgument, reason);
+        let malformed = |reason: String| Error::new(Code::INVALID_ARGUMENT, reason);
         let pause: Self =
             serde_json::from_slice(payload).map_err(|e| malformed(format!("SetPause: {e}")))?;
         process_key::check_id(&pause.id)?;
@@ -173,7 +173,7 @@ impl Sandbox {
         let finished = || Error::not_found("process already finished");
         let process = self.process.as_ref().ok_or_else(finished)?;
         let signal = i32::try_from(signal).ok().and_then(Signal::from_named_raw);
-        let signal = signal.ok_or_else(|| Error::new(Code::InvalidArgument, "no such signal"))?;
+        let signal = signal.ok_or_else(|| Error::new(Code::INVALID_ARGUMENT, "no such signal"))?;
         match rustix::process::pidfd_send_signal(process, signal) {
             Ok(()) => response::empty(),
             Err(rustix::io::Errno::SRCH) => Err(finished()),
@@ -212,8 +212,8 @@ mod tests {
         assert!(sandbox.kill(0).is_err() && sandbox.kill(u32::MAX).is_err());
         sandbox.kill(9).unwrap();
         assert!(!child.wait().unwrap().success());
-        assert_eq!(sandbox.kill(9).unwrap_err().code, Code::NotFound);
-        assert_eq!(Sandbox::open(pause, &reactor).unwrap_err().code, Code::NotFound);
+        assert_eq!(sandbox.kill(9).unwrap_err().code, Code::NOT_FOUND);
+        assert_eq!(Sandbox::open(pause, &reactor).unwrap_err().code, Code::NOT_FOUND);
     }
 
     #[test]
@@ -230,8 +230,8 @@ mod tests {
             r#"{"id":"a","pid":-7,"start_time":8}"#,
             r#"{"id":"../a","pid":7,"start_time":8}"#,
         ] {
-            assert_eq!(decode(malformed).unwrap_err().code, Code::InvalidArgument, "{malformed}");
+            assert_eq!(decode(malformed).unwrap_err().code, Code::INVALID_ARGUMENT, "{malformed}");
         }
-        assert_eq!(PauseProcess::decode("Other", b"").unwrap_err().code, Code::Unimplemented);
+        assert_eq!(PauseProcess::decode("Other", b"").unwrap_err().code, Code::UNIMPLEMENTED);
     }
 }

@@ -22,7 +22,7 @@ impl Shim {
     pub fn set_pause(&mut self, pause: PauseProcess) -> Answer {
         if pause.id != self.id {
             let reason = format!("this is the shim of sandbox {}", self.id);
-            return Err(Error::new(Code::InvalidArgument, reason));
+            return Err(Error::new(Code::INVALID_ARGUMENT, reason));
         }
         if let Some(known) = &self.sandbox {
             if known.pause == pause && known.exit.is_none() {
@@ -33,7 +33,7 @@ impl Shim {
             }
         }
         if self.containers.contains_key(&pause.id) {
-            return Err(Error::new(Code::AlreadyExists, "a container has the sandbox's id"));
+            return Err(Error::new(Code::ALREADY_EXISTS, "a container has the sandbox's id"));
         }
         self.sandbox = Some(Sandbox::open(pause, &self.reactor)?);
         response::empty()
@@ -68,7 +68,7 @@ impl Shim {
             Request::Pids(_) => sandbox.pids(),
             Request::Stats(_) => sandbox.stats(),
             Request::CloseIo(_) => response::empty(),
-            _ => Err(Error::new(Code::Unimplemented, "the sandbox runs no container")),
+            _ => Err(Error::new(Code::UNIMPLEMENTED, "the sandbox runs no container")),
         })
     }
 
@@ -141,7 +141,7 @@ impl Shim {
         // Refuses the new call, not an older one: CRI's Wait is the first, and CRI takes its error
         // for the exit of the container and kills the container (`handleContainerExit`).
         if sandbox.waiters.len() >= WAITERS {
-            return Err(Error::new(Code::ResourceExhausted, "too many calls wait for this"));
+            return Err(Error::new(Code::RESOURCE_EXHAUSTED, "too many calls wait for this"));
         }
         sandbox.waiters.push(reply);
         Ok(None)

@@ -5,8 +5,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use containerd_shim_protos::ttrpc::proto::{Request, Response, Status};
-use protobuf::{EnumOrUnknown, Message, MessageField};
+use containerd_shim_protos::ttrpc::get_status;
+use containerd_shim_protos::ttrpc::proto::{Request, Response};
+use protobuf::{Message, MessageField};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, sockopt};
@@ -258,7 +259,7 @@ fn call(connection: u32, frame: Incoming) -> Option<(Reply, Result<Request, Erro
     match frame {
         Incoming::TooLong { stream, length } => {
             let message = format!("message length {length} exceeds {}", frame::MAX_MESSAGE);
-            let refused = Error::new(Code::ResourceExhausted, message);
+            let refused = Error::new(Code::RESOURCE_EXHAUSTED, message);
             Some((Reply { connection, stream, deadline: None }, Err(refused)))
         }
         Incoming::Message { stream, kind: frame::REQUEST, payload } => {
@@ -281,12 +282,7 @@ fn response(answer: Result<Vec<u8>, Error>) -> Vec<u8> {
     let mut response = Response::new();
     match answer {
         Ok(payload) => response.payload = payload,
-        Err(e) => {
-            let mut status = Status::new();
-            status.code = EnumOrUnknown::from_i32(e.code as i32);
-            status.message = e.message;
-            response.status = MessageField::some(status);
-        }
+        Err(e) => response.status = MessageField::some(get_status(e.code, e.message)),
     }
     // Encoding fails only for messages of 2 GiB.
     response.write_to_bytes().unwrap_or_default()

@@ -128,7 +128,7 @@ impl Shim {
         match queue {
             Some(queue) if queue.len() >= MAX_QUEUED => {
                 let reason = format!("{MAX_QUEUED} calls wait for a command of the runtime");
-                Err(Error::new(Code::ResourceExhausted, reason))
+                Err(Error::new(Code::RESOURCE_EXHAUSTED, reason))
             }
             Some(queue) => {
                 queue.push_back((reply, request));
@@ -145,12 +145,12 @@ impl Shim {
         let id = &request.exec_id;
         let container = self.container(&request.id)?;
         if container.execs.contains_key(id) {
-            return Err(Error::new(Code::AlreadyExists, format!("id {id}")));
+            return Err(Error::new(Code::ALREADY_EXISTS, format!("id {id}")));
         }
         process_key::check_id(id)?;
         if container.execs.len() >= MAX_EXECS {
             let reason = format!("the container has {MAX_EXECS} execs that are not deleted");
-            return Err(Error::new(Code::ResourceExhausted, reason));
+            return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
         }
         match container.state {
             State::Restorable => return Err(Error::state("cannot exec in a created state")),
@@ -201,7 +201,7 @@ impl Shim {
         // Refuses the new call, not an older one: CRI's Wait is the first, and CRI takes its error
         // for the exit of the container and kills the container (`handleContainerExit`).
         if process.waiters.len() >= WAITERS {
-            return Err(Error::new(Code::ResourceExhausted, "too many calls wait for this"));
+            return Err(Error::new(Code::RESOURCE_EXHAUSTED, "too many calls wait for this"));
         }
         process.waiters.push(reply);
         Ok(None)

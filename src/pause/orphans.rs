@@ -20,12 +20,12 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use process_identity::device_and_inode;
 use rustix::fs::{MemfdFlags, XattrFlags, fsetxattr, memfd_create};
 
 use super::binary::Kept;
 use crate::error::{IoContext, StepError};
 use crate::process::deadline::poll_until;
-use crate::process::identity::device_and_inode;
 use crate::sys;
 
 /// The attribute of the pause program.

@@ -15,8 +15,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use process_identity::gone;
 
-use super::identity;
 use crate::sys::{self, ClonedChildSlot, Errno};
 
 /// How long a child may take to execute its program.
@@ -200,7 +200,7 @@ pub(crate) fn thaw_if_frozen(
 ) -> io::Result<()> {
     let cgroups = match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
         Ok(cgroups) => cgroups,
-        Err(e) if identity::gone(&e) => return Ok(()),
+        Err(e) if gone(&e) => return Ok(()),
         // The kill has succeeded: what hinders only the search for a freeze does not undo that.
         Err(e) => {
             log::warn!(pid = pid; "failed to read the cgroup of a killed process: {e}");

@@ -1,6 +1,6 @@
 //! Entry points of the fuzzer in `fuzz/`: what is read from `/proc`.
 
-use super::identity::Stat;
+use process_identity::Stat;
 
 /// State, start time and exit status, by the content of `/proc/PID/stat`; `None`: it is of another
 /// format.

@@ -3,8 +3,9 @@
 use std::fs;
 use std::io;
 
+use process_identity::{Stat, gone};
+
 use super::Identity;
-use super::identity::{Stat, gone};
 use crate::error::{IoContext as _, StepError};
 
 /// The process's anonymous memory in RAM, bytes: `RssAnon` of proc_pid_status(5). Its program's

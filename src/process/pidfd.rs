@@ -12,11 +12,12 @@ use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
+use process_identity::{Stat, gone};
 use tokio::sync::Notify;
 
 use super::deadline;
 use super::epoll::{Watch, Watched};
-use super::identity::{self, Stat};
+use super::identity;
 use super::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
 use crate::error::{IoContext, StepError};
 use crate::sys::{self, End, Errno};
@@ -171,7 +172,7 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Reaper
         // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was
         // the recorded one. One that lives is hidden (proc(5) hidepid), and may be the recorded
         // one.
-        Err(e) if identity::gone(e.io()) && sys::ended(pidfd.as_fd()) => dead,
+        Err(e) if gone(e.io()) && sys::ended(pidfd.as_fd()) => dead,
         Err(e) => Adoption::Unknown(e),
     }
 }
@@ -195,7 +196,8 @@ fn exit_status(pidfd: std::os::fd::BorrowedFd<'_>, identity: &Identity) -> Optio
 
 fn zombie(identity: &Identity) -> Option<End> {
     let stat = Stat::of_process(identity.pid).ok()?;
-    if stat.start_time == identity.start_time { stat.exit_status() } else { None }
+    (stat.start_time == identity.start_time && stat.ended())
+        .then(|| End::from_status(stat.exit_status))
 }
 
 fn status(end: End) -> u32 {

@@ -30,7 +30,7 @@ pub struct Exec {
 /// Sets the field `terminal` of a `process.json` to the value in the Exec request.
 pub fn process_json(spec: &[u8], terminal: bool) -> Result<Vec<u8>, Error> {
     let malformed =
-        |e: serde_json::Error| Error::new(Code::InvalidArgument, format!("process: {e}"));
+        |e: serde_json::Error| Error::new(Code::INVALID_ARGUMENT, format!("process: {e}"));
     let mut fields: BTreeMap<String, Box<RawValue>> =
         serde_json::from_slice(spec).map_err(malformed)?;
     let value = RawValue::from_string(terminal.to_string()).map_err(malformed)?;
@@ -48,6 +48,6 @@ mod tests {
         let expected = br#"{"args":["a",1.50],"terminal":false,"x":{}}"#;
         assert_eq!(json, expected);
         assert_eq!(process_json(b"{}", true).unwrap(), br#"{"terminal":true}"#);
-        assert_eq!(process_json(b"[]", true).unwrap_err().code, Code::InvalidArgument);
+        assert_eq!(process_json(b"[]", true).unwrap_err().code, Code::INVALID_ARGUMENT);
     }
 }

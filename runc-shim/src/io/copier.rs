@@ -136,7 +136,7 @@ impl Copier {
             "a process holds the kernel's lock of a stream of the container: {MAX_QUEUED} commands \
              wait for it"
         );
-        Err(Error::new(Code::ResourceExhausted, reason))
+        Err(Error::new(Code::RESOURCE_EXHAUSTED, reason))
     }
 
     /// Begins to copy a stream and returns its id.
@@ -292,6 +292,6 @@ mod tests {
             copier.check_queue().unwrap();
             copier.finish(0);
         }
-        assert_eq!(copier.check_queue().unwrap_err().code, Code::ResourceExhausted);
+        assert_eq!(copier.check_queue().unwrap_err().code, Code::RESOURCE_EXHAUSTED);
     }
 }

@@ -51,7 +51,7 @@ impl Copiers {
                 "{MAX_BLOCKED} copier threads of deleted containers are blocked: processes hold \
                  the kernel's locks of their streams"
             );
-            return Err(Error::new(Code::ResourceExhausted, reason));
+            return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
         }
         let started = Copier::start(id, Arc::clone(&self.notify_eventfd));
         self.copiers.insert(id.to_owned(), started.context("start copier thread")?);
@@ -119,7 +119,7 @@ mod tests {
         let mut copiers = Copiers::new(&Reactor::new().unwrap()).unwrap();
         let start = || Copier::start("b", Arc::new(copier::eventfd().unwrap())).unwrap();
         copiers.left.extend((0..MAX_BLOCKED).map(|_| start()));
-        assert_eq!(copiers.start("a").unwrap_err().code, Code::ResourceExhausted);
+        assert_eq!(copiers.start("a").unwrap_err().code, Code::RESOURCE_EXHAUSTED);
         copiers.left.iter().for_each(Copier::end);
         let begun = std::time::Instant::now();
         while copiers.start("a").is_err() {

@@ -40,7 +40,7 @@ pub struct Logger {
 impl Program {
     /// Parses a URI without its scheme: a path, and arguments as names and values of the query.
     pub fn parse(rest: &str, strict: bool) -> Result<Self, Error> {
-        let malformed = |what: &str| Error::new(Code::InvalidArgument, format!("log URI: {what}"));
+        let malformed = |what: &str| Error::new(Code::INVALID_ARGUMENT, format!("log URI: {what}"));
         let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
         // The host, which must be empty.
         let path = path.get(path.find('/').ok_or_else(|| malformed("no path"))?..);
@@ -69,7 +69,7 @@ impl Program {
         let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
         let variable = |name: &str, value: &str| {
             CString::new(format!("{name}={value}"))
-                .map_err(|_| Error::new(Code::InvalidArgument, "a zero byte in an id"))
+                .map_err(|_| Error::new(Code::INVALID_ARGUMENT, "a zero byte in an id"))
         };
         let environment =
             [variable("CONTAINER_ID", id)?, variable("CONTAINER_NAMESPACE", namespace)?];

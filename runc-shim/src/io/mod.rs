@@ -81,7 +81,7 @@ fn output(stdio: &Stdio) -> Result<Output<'_>, Error> {
         Some(("binary-v2", rest)) => Ok(Output::Program(logger::Program::parse(rest, true)?)),
         Some((scheme, _)) => {
             let message = format!("unknown STDIO scheme {scheme}");
-            Err(Error::new(Code::InvalidArgument, message))
+            Err(Error::new(Code::INVALID_ARGUMENT, message))
         }
     }
 }

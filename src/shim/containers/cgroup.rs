@@ -6,9 +6,10 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
+use process_identity::gone;
+
 use crate::cgroup::mounts::unified_point;
 use crate::error::{IoContext as _, StepError};
-use crate::process::identity;
 
 /// The content of `/proc/PID/cgroup`; `None`: there is no such process. `process` is its pid, or
 /// `self`. A user may give a cgroup a name that is not text: it says nothing, and hides nothing.
@@ -27,7 +28,7 @@ pub fn of_process(process: &str) -> Result<Option<String>, StepError> {
 fn content(read: io::Result<Vec<u8>>) -> io::Result<Option<String>> {
     match read {
         Ok(cgroups) => Ok(Some(String::from_utf8_lossy(&cgroups).into_owned())),
-        Err(e) if identity::gone(&e) => Ok(None),
+        Err(e) if gone(&e) => Ok(None),
         Err(e) if e.raw_os_error() == Some(libc::ENAMETOOLONG) => Ok(Some(String::new())),
         Err(e) => Err(e),
     }

@@ -20,11 +20,11 @@ use std::thread;
 use std::time::Duration;
 
 use containerd_shim_protos::shim::oci::Options;
+use process_identity::Stat;
 
 use crate::cgroup::mounts::ROOT;
 use crate::error::{IoContext as _, StepError};
 use crate::process::handle::{NamespaceHandle, ProcessHandle};
-use crate::process::identity::Stat;
 use crate::process::spawn::pids;
 use origin::{ContainerOwner, SANDBOX};
 

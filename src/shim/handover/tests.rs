@@ -7,11 +7,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::shim::oci::Options;
+use process_identity::Stat;
 use protobuf::Message as _;
 
 use super::*;
 use crate::process::handle::NamespaceHandle;
-use crate::process::identity::Stat;
 use crate::shim::bundle::{Recorded, tests::Tmpfs};
 use crate::shim::{Endpoint, Runtime, ShimKind, ShimSettings, Shims};
 

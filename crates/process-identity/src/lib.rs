@@ -1,0 +1,137 @@
+//! What identifies a process beyond its pid, which the kernel reuses: the daemon compares it before
+//! it signals a process of an earlier daemon, the pod's shim before it serves the pause process.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+use rustix::path::Arg;
+
+/// The fields of `/proc/PID/stat` that matter here (proc_pid_stat(5)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// Field 3: `Z` and `X` have ended.
+    pub state: u8,
+    /// Field 4: pid of the parent.
+    pub parent: u32,
+    /// Field 9: flags of the kernel (`PF_`).
+    pub flags: u64,
+    /// Field 22: clock ticks after boot at which the process started.
+    pub start_time: u64,
+    /// Field 52: the exit status as wait4(2) gives it; 0 for a reader without permission.
+    pub exit_status: i32,
+}
+
+impl Stat {
+    /// Reads the fields of a process.
+    ///
+    /// # Errors
+    /// NotFound or ESRCH: no such process.
+    pub fn of_process(pid: u32) -> io::Result<Self> {
+        // The kernel gives the whole line, some 300 bytes, to one read.
+        let mut line = [0; 2048];
+        let length = File::open(format!("/proc/{pid}/stat"))?.read(&mut line)?;
+        Self::parse(line.get(..length).unwrap_or_default()).ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidData, "not the format of proc_pid_stat(5)")
+        })
+    }
+
+    /// Parses the content of the file. `None`: it does not have the format.
+    #[must_use]
+    pub fn parse(content: &[u8]) -> Option<Self> {
+        // Field 2, the name, may hold anything, also brackets and blanks.
+        let end_of_name = content.iter().rposition(|byte| *byte == b')')?;
+        let text = std::str::from_utf8(content.get(end_of_name + 1..)?).ok()?;
+        let fields: Vec<&str> = text.split_ascii_whitespace().collect();
+        let field = |number: usize| fields.get(number - 3).copied();
+        Some(Self {
+            state: *field(3)?.as_bytes().first()?,
+            parent: field(4)?.parse().ok()?,
+            flags: field(9)?.parse().ok()?,
+            start_time: field(22)?.parse().ok()?,
+            exit_status: field(52)?.parse().ok()?,
+        })
+    }
+
+    /// The process has ended and waits to be reaped.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        matches!(self.state, b'Z' | b'X')
+    }
+
+    /// The process is ending, or has ended: the first process of a PID namespace is no zombie until
+    /// all others of it are reaped by their parents.
+    #[must_use]
+    pub fn ending(&self) -> bool {
+        const PF_EXITING: u64 = 0x4;
+        self.ended() || self.flags & PF_EXITING != 0
+    }
+}
+
+/// Inode of the process's PID namespace.
+///
+/// # Errors
+/// NotFound or ESRCH: no such process.
+pub fn pid_namespace(pid: u32) -> io::Result<u64> {
+    Ok(fs::metadata(format!("/proc/{pid}/ns/pid"))?.ino())
+}
+
+/// Device and inode of the file that `path` leads to, as far as the kernel knows them without a
+/// question to the server of a file system.
+///
+/// # Errors
+/// statx(2)'s.
+pub fn device_and_inode(path: impl Arg) -> io::Result<(u64, u64)> {
+    let about = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO)?;
+    Ok((libc::makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino))
+}
+
+/// The error means that the process is gone.
+#[must_use]
+pub fn gone(e: &io::Error) -> bool {
+    e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_process_changes_no_field_of_stat() {
+        let mut line = b"42 (a) R (b) Z 1 2 3".to_vec();
+        for number in 7..=52 {
+            line.extend(format!(" {}", number * 10).bytes());
+        }
+        let stat = Stat::parse(&line).unwrap();
+        let expected =
+            Stat { state: b'Z', parent: 1, flags: 90, start_time: 220, exit_status: 520 };
+        assert_eq!(stat, expected);
+        assert!(stat.ended());
+    }
+
+    #[test]
+    fn a_short_stat_is_refused() {
+        assert_eq!(Stat::parse(b"42 (pause) S 1 2"), None);
+        assert_eq!(Stat::parse(b""), None);
+    }
+
+    #[test]
+    fn the_fields_of_this_process_are_read() {
+        let stat = Stat::of_process(std::process::id()).unwrap();
+        assert_eq!(stat.parent, std::os::unix::process::parent_id());
+        assert!(stat.start_time > 0 && !stat.ended());
+        assert!(pid_namespace(std::process::id()).unwrap() > 0);
+    }
+
+    #[test]
+    fn a_process_that_does_not_exist_is_gone() {
+        assert!(gone(&Stat::of_process(u32::MAX).unwrap_err()));
+    }
+
+    #[test]
+    fn a_file_and_a_link_to_it_are_the_same() {
+        let me = device_and_inode("/proc/self/exe").unwrap();
+        assert_eq!(me, device_and_inode(std::env::current_exe().unwrap()).unwrap());
+    }
+}
