@@ -193,20 +193,11 @@ impl Jobs {
 
     async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StepError> {
         self.record_container();
-        self.container_recorded().await;
-        let (pause, recorded) = match &self.driver {
-            PauseDriver::Native(driver) if self.shim.listens_only() => {
-                let (_guard, driver) = (self.shim.lock_launch().await, driver.clone());
-                let make = move |jobs: &Self| {
-                    let input = jobs.make_files()?;
-                    jobs.shim.bind()?;
-                    jobs.describe(&input)?;
-                    Ok(jobs.recorded(driver.start(&input.record.plan)?))
-                };
-                self.run_blocking(Class::Start, make).await.flatten()?
-            }
-            driver => self.start_behind_shim(driver.clone()).await?,
-        };
+        let _guard =
+            if self.shim.listens_only() { Some(self.shim.lock_launch().await) } else { None };
+        // The record is needed when the pause process gets its cgroup, not before.
+        let (prepared, ()) = tokio::join!(self.prepare_start(), self.container_recorded());
+        let (pause, recorded) = self.start_pause(prepared?).await?;
         if let Err(step) = recorded {
             // No later daemon would find a pause process without a record.
             self.kill_unrecorded(&pause).await;
@@ -216,23 +207,39 @@ impl Jobs {
         Ok(pause)
     }
 
-    /// Makes files and pause process of a pod whose shim is started first.
-    async fn start_behind_shim(
-        self: &Arc<Self>,
-        driver: PauseDriver,
-    ) -> Result<StartedPause, StepError> {
+    /// Makes the files, the socket of the shim or the shim, and the spec.
+    async fn prepare_start(self: &Arc<Self>) -> Result<Arc<StartInput>, StepError> {
+        if self.shim.listens_only() {
+            let prepare = |jobs: &Self| {
+                let input = jobs.make_files()?;
+                jobs.shim.bind()?;
+                jobs.describe(&input)?;
+                Ok(input)
+            };
+            return self.run_blocking(Class::Start, prepare).await.flatten();
+        }
         let input = self.run_blocking(Class::Start, Self::make_files).await.flatten()?;
         self.shim.listen().await?;
         let of = input.clone();
         self.run_blocking(Class::Start, move |jobs| jobs.describe(&of)).await.flatten()?;
-        let pause = match driver {
-            PauseDriver::Native(driver) => self
-                .run_blocking(Class::Start, move |_| driver.start(&input.record.plan))
-                .await
-                .flatten()?,
-            PauseDriver::Shim(driver) => driver.start(&input.record.plan).await?,
-        };
-        self.run_blocking(Class::Start, move |jobs| jobs.recorded(pause)).await
+        Ok(input)
+    }
+
+    /// Makes the pause process and records it.
+    async fn start_pause(
+        self: &Arc<Self>,
+        input: Arc<StartInput>,
+    ) -> Result<StartedPause, StepError> {
+        match self.driver.clone() {
+            PauseDriver::Native(driver) => {
+                let start = move |jobs: &Self| Ok(jobs.recorded(driver.start(&input.record.plan)?));
+                self.run_blocking(Class::Start, start).await.flatten()
+            }
+            PauseDriver::Shim(driver) => {
+                let pause = driver.start(&input.record.plan).await?;
+                self.run_blocking(Class::Start, move |jobs| jobs.recorded(pause)).await
+            }
+        }
     }
 
     /// Marks the start as begun, then makes the files. Returns the input of Start.
