@@ -1,9 +1,8 @@
 //! Each directory that the daemon uses is full, or read-only.
 
 use std::fs;
-use std::io::{Read as _, Write as _};
+use std::io::Write as _;
 use std::os::unix::fs::MetadataExt as _;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -14,6 +13,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
+use crate::recorder::value;
 use crate::standalone::Standalone;
 
 /// What is logged when the files of a pod cannot be put back.
@@ -41,13 +41,13 @@ async fn with_small(directory: &str) -> Result<Standalone> {
     Ok(standalone)
 }
 
-fn mount_small(point: &Path) -> Result<()> {
+pub(crate) fn mount_small(point: &Path) -> Result<()> {
     let size = Some("size=256k,nr_inodes=200,mode=755");
     Ok(mount(Some("small"), point, Some("tmpfs"), MsFlags::empty(), size)?)
 }
 
 /// Takes all space and all inodes.
-fn fill(directory: &Path) -> Result<()> {
+pub(crate) fn fill(directory: &Path) -> Result<()> {
     fill_space(directory)?;
     for number in 0.. {
         match fs::File::create(directory.join("filler").join(number.to_string())) {
@@ -178,18 +178,8 @@ async fn read_only_directories() -> Result<()> {
     Ok(())
 }
 
-/// What the daemon counts under that name.
-fn counted(standalone: &Standalone, name: &str) -> Result<u64> {
-    let mut stream = UnixStream::connect(standalone.path("m.sock"))?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n")?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text)?;
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    Ok(value.with_context(|| format!("no {name} in {text}"))?.parse()?)
-}
-
 /// Deletes what a restarted containerd deletes.
-fn delete(files: &Path, shm: &Path) -> Result<()> {
+pub(crate) fn delete(files: &Path, shm: &Path) -> Result<()> {
     umount2(shm, MntFlags::MNT_DETACH)?;
     fs::remove_dir_all(shm.parent().context("no parent")?)?;
     Ok(fs::remove_dir_all(files)?)
@@ -200,12 +190,7 @@ fn delete(files: &Path, shm: &Path) -> Result<()> {
 /// can be written.
 async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
     for (what, fill) in [("full", fill as fn(&Path) -> Result<()>), ("without space", fill_space)] {
-        let standalone = Standalone::new("")?;
-        fs::write(
-            standalone.path("config.toml"),
-            fs::read_to_string(standalone.path("config.toml"))?
-                + &format!("metrics = \"unix://{}\"\n", standalone.path("m.sock").display()),
-        )?;
+        let standalone = Standalone::with_metrics()?;
         mount_small(&standalone.path("root"))?;
         standalone.start().await?;
         let (controller, shape, id) =
@@ -248,7 +233,8 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
         let times = standalone.logged().matches(FAILED).count();
         ensure!((1..=whole.len()).contains(&times), "{what}: logged {times} times in one episode");
         ensure!(
-            counted(&standalone, "pause_sandboxer_healing_failures_total")? >= asked,
+            value(&standalone.metrics(), "pause_sandboxer_healing_failures_total").await?
+                >= f64::from(asked),
             "{what}: not counted"
         );
 
@@ -271,7 +257,7 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
         is_whole(&standalone, &controller, &id).await?;
         ensure!(standalone.logged().matches(FAILED).count() == times, "{what}: logged again");
         ensure!(
-            counted(&standalone, "pause_sandboxer_healed_files_total")? >= 1,
+            value(&standalone.metrics(), "pause_sandboxer_healed_files_total").await? >= 1.0,
             "{what}: not counted as restored"
         );
         remove(&controller, &id).await?;

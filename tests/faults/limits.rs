@@ -19,7 +19,7 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// Sets the soft limit; the hard one stays, as raising it takes a privilege.
-fn limit(pid: u32, limit: &str) -> Result<()> {
+pub(crate) fn limit(pid: u32, limit: &str) -> Result<()> {
     let done = Command::new("prlimit")
         .args(["--pid", &pid.to_string(), &format!("--nofile={limit}:")])
         .output()?;

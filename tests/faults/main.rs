@@ -9,10 +9,12 @@
 mod endpoint;
 mod harness;
 mod pods;
+mod recorder;
 mod standalone;
 mod strace;
 mod tracer;
 
+mod alert_metrics;
 mod concurrency;
 mod directories;
 mod garbage_collection;
@@ -39,6 +41,7 @@ fn main() -> std::process::ExitCode {
         concurrency::cases(),
         restarts::cases(),
         mount_namespace::cases(),
+        alert_metrics::cases(),
         soak::cases(),
     ];
     harness::run(cases.into_iter().flatten().collect())

@@ -68,6 +68,13 @@ struct Living {
     containers: u32,
 }
 
+/// Random pods without restarts; the pods are gone at the end.
+pub(crate) async fn pods(node: &Arc<Node>, time: Duration) -> Result<()> {
+    let mut living = Vec::new();
+    churn(node, &mut Dice(1), &mut living, time, false).await?;
+    clear(&mut living).await
+}
+
 async fn soak(node: &Arc<Node>, seed: u64) -> Result<()> {
     let mut dice = Dice(seed | 1);
     let mut living: Vec<Living> = Vec::new();

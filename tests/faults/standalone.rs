@@ -61,6 +61,20 @@ impl Standalone {
         Ok(standalone)
     }
 
+    /// A daemon that is not started yet, and serves its metrics at [`Standalone::metrics`].
+    pub(crate) fn with_metrics() -> Result<Self> {
+        let standalone = Self::new("")?;
+        let config = standalone.path("config.toml");
+        let setting = format!("metrics = \"unix://{}\"\n", standalone.metrics().display());
+        fs::write(&config, fs::read_to_string(&config)? + &setting)?;
+        Ok(standalone)
+    }
+
+    /// The socket of the metrics.
+    pub(crate) fn metrics(&self) -> PathBuf {
+        self.path("m.sock")
+    }
+
     pub(crate) fn path(&self, below: &str) -> PathBuf {
         self.dir.join(below)
     }

@@ -207,21 +207,48 @@ fn promtool_accepts_the_queries_of_the_dashboard() {
     promtool(&["check", "rules", path.to_str().unwrap()]);
 }
 
+/// On series of real daemons, recorded by `tests/faults/alert_metrics.rs`, and a few written ones.
 #[test]
 fn every_alert_is_quiet_and_then_fires() {
-    const CASES: &str = "tests/packaging/alerts.yaml";
-    promtool(&["test", "rules", CASES]);
-    let parsed = |path| -> Value { serde_yaml_ng::from_str(&file(path)).unwrap() };
-    let (rules, cases) = (parsed("packaging/prometheus/alerts.yaml"), parsed(CASES));
+    const DIRECTORY: &str = "tests/packaging/alerts";
+    let entries = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(DIRECTORY)).unwrap();
+    let paths: Vec<String> = entries
+        .map(|entry| format!("{DIRECTORY}/{}", entry.unwrap().file_name().to_str().unwrap()))
+        .collect();
+    let arguments = ["test", "rules"].into_iter().chain(paths.iter().map(String::as_str));
+    promtool(&arguments.collect::<Vec<_>>());
+    let parsed = |text: &str| -> Value { serde_yaml_ng::from_str(text).unwrap() };
     let of = |list: &Value| list.as_array().cloned().unwrap_or_default();
-    let cases: Vec<Value> =
-        of(&cases["tests"]).iter().flat_map(|test| of(&test["alert_rule_test"])).collect();
-    for rule in of(&rules["groups"]).iter().flat_map(|group| of(&group["rules"])) {
+    let mut cases = Vec::new();
+    for path in &paths {
+        let text = file(path);
+        for test in of(&parsed(&text)["tests"]) {
+            for case in of(&test["alert_rule_test"]) {
+                let name = case["alertname"].as_str().unwrap();
+                let listed =
+                    !path.ends_with("/written.yaml") || text.contains(&format!("# - {name}"));
+                assert!(listed, "{path} does not say why {name} is not recorded");
+                cases.push(case);
+            }
+            // That no other alert fires, and in a quiet recording none.
+            assert!(
+                path.ends_with("/written.yaml")
+                    || of(&test["promql_expr_test"])
+                        .iter()
+                        .any(|query| query["expr"].as_str().unwrap().contains("(ALERTS")),
+                "{path} does not list the alerts of the whole recording"
+            );
+        }
+    }
+    for rule in of(&parsed(&file("packaging/prometheus/alerts.yaml"))["groups"])
+        .iter()
+        .flat_map(|group| of(&group["rules"]))
+    {
         for fires in [false, true] {
             let has = cases.iter().any(|case| {
                 case["alertname"] == rule["alert"] && of(&case["exp_alerts"]).is_empty() != fires
             });
-            assert!(has, "{CASES} lacks a case of {}, firing: {fires}", rule["alert"]);
+            assert!(has, "{DIRECTORY} lacks a case of {}, firing: {fires}", rule["alert"]);
         }
     }
 }
