@@ -371,7 +371,9 @@ fn resources_are_changed_and_read() {
 }
 
 /// A runtime that begins a container anew instead of restoring it: what the shim does of a restore
-/// is the same, and CRIU does not run on every kernel.
+/// is the same, and CRIU does not run on every kernel. By `create` and `start`: a restore has no
+/// process between the runtime and the container, which `crun run --detach` has, and which may exit
+/// after the command, so that the container is no child of the shim yet.
 fn restoring_runtime(pod: &Pod) -> Container {
     let path = pod.path("restores");
     let runtime = pod::runtime().display().to_string();
@@ -380,7 +382,8 @@ fn restoring_runtime(pod: &Pod) -> Container {
          test $1 = restore || exec {runtime} --root $root --log $log --log-format json \"$@\"\n\
          while test $# -gt 1; do case $1 in --pid-file) file=$2;; --bundle) bundle=$2;; esac; \
          shift; done\n\
-         exec {runtime} --root $root run --detach --pid-file $file --bundle $bundle $1"
+         {runtime} --root $root create --pid-file $file --bundle $bundle $1 && \
+         exec {runtime} --root $root start $1"
     );
     pod::script(&path, &text);
     let mut with = Container { checkpoint: pod.path("checkpoint"), ..Default::default() };
