@@ -14,6 +14,9 @@ use kit::{ContainerSpec, Handler, Node, Options, Pod, PodSpec, until};
 /// What happens at once on an idle machine may take a while on a busy one.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
+/// How long a case may take.
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+
 /// What shims get beside the daemon's own variables.
 pub(crate) const SHIM_ENV: &str = r#"shim_env = ["KIT_VARIABLE=set"]"#;
 
@@ -278,6 +281,7 @@ type Run = fn(Arc<Harness>) -> Pin<Box<dyn Future<Output = Result<()>>>>;
 pub(crate) struct Case {
     pub(crate) name: &'static str,
     pub(crate) kind: Kind,
+    pub(crate) limit: Duration,
     pub(crate) run: Run,
 }
 
@@ -286,6 +290,7 @@ macro_rules! cases {
         vec![$(crate::harness::Case {
             name: stringify!($case),
             kind: $kind,
+            limit: crate::harness::LIMIT,
             run: |harness| Box::pin($case(harness)),
         }),*]
     };

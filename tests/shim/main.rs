@@ -13,6 +13,7 @@ mod frozen;
 mod handover;
 mod harness;
 mod interrupted_calls;
+mod output;
 mod own;
 mod proxy;
 mod self_started;
@@ -20,7 +21,6 @@ mod stopped_pods;
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -49,9 +49,7 @@ async fn one(current: &Current, case: &Case) -> Result<()> {
     harness.behave()?;
     let before = harness.node.snapshot()?;
     let result = async {
-        tokio::time::timeout(Duration::from_secs(120), (case.run)(harness.clone()))
-            .await
-            .context("hangs")??;
+        tokio::time::timeout(case.limit, (case.run)(harness.clone())).await.context("hangs")??;
         harness.node.settles_to(&before).await
     };
     let failed = match result.await {
@@ -77,6 +75,7 @@ fn main() -> ExitCode {
     let mut cases: Vec<Case> = [
         handover::cases(),
         own::cases(),
+        output::cases(),
         container_record::cases(),
         frozen::cases(),
         cores::cases(),
