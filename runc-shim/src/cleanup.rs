@@ -168,10 +168,8 @@ fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     if works.as_deref().and_then(Path::file_name) != bundle.file_name() {
         return false;
     }
-    let is_bundle = match (device_and_inode(file("cwd")), device_and_inode(bundle)) {
-        (Ok(works), Ok(bundle)) => works == bundle,
-        _ => false,
-    };
+    let is_bundle = device_and_inode(&file("cwd"))
+        .is_ok_and(|works| device_and_inode(bundle).is_ok_and(|bundle| works == bundle));
     if !is_bundle {
         return false;
     }

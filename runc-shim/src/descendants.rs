@@ -3,10 +3,9 @@
 
 use std::os::fd::OwnedFd;
 
-use process_identity::Stat;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::exits::has_ended;
+use crate::exits::{has_ended, stat};
 use crate::sys;
 
 /// Maximum number of searches. Each one finds processes that were started before their parent was
@@ -59,7 +58,7 @@ fn descendant(pid: i32, parent_pid: i32, child: i32, found: &[Process]) -> Optio
 
 /// The parent of a process; `None`: no such process.
 fn parent(pid: i32) -> Option<i32> {
-    i32::try_from(Stat::of_process(u32::try_from(pid).ok()?).ok()?.parent).ok()
+    i32::try_from(stat(pid)?.parent).ok()
 }
 
 /// All processes, and their parents.

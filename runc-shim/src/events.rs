@@ -8,7 +8,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use containerd_shim_protos::events::task::TaskOOM;
 use containerd_shim_protos::shim::event::Envelope;
 use containerd_shim_protos::shim::events::ForwardRequest;
-use containerd_shim_protos::ttrpc::proto::{KeyValue, Request, Response};
+use containerd_shim_protos::ttrpc::proto::{
+    KeyValue, MESSAGE_TYPE_REQUEST, MESSAGE_TYPE_RESPONSE, Request, Response,
+};
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{Message, MessageField};
@@ -274,7 +276,7 @@ impl Events {
             request.metadata.push(namespace);
             let mut out = Vec::new();
             let request = request.write_to_bytes().unwrap_or_default();
-            frame::encode(&mut out, connection.stream, frame::REQUEST, &request);
+            frame::encode(&mut out, connection.stream, MESSAGE_TYPE_REQUEST, &request);
             connection.sending = Some(out);
         }
         let Some(out) = &mut connection.sending else { return Ok(()) };
@@ -311,7 +313,7 @@ impl Events {
 
     fn answered(&mut self, answer: Incoming) -> Result<(), Error> {
         let Some(connection) = &mut self.connection else { return Ok(()) };
-        let Incoming::Message { stream, kind: frame::RESPONSE, payload } = answer else {
+        let Incoming::Message { stream, kind: MESSAGE_TYPE_RESPONSE, payload } = answer else {
             return Ok(());
         };
         if stream != connection.stream || connection.sending.is_none() {

@@ -150,9 +150,14 @@ impl Exits {
     }
 }
 
+/// What `/proc/PID/stat` has of a process; `None`: no such process.
+pub fn stat(pid: i32) -> Option<Stat> {
+    Stat::of_process(u32::try_from(pid).ok()?).ok()
+}
+
 /// The start time of a process, clock ticks after boot; `None`: no such process.
 pub fn start_time(pid: i32) -> Option<u64> {
-    Some(Stat::of_process(u32::try_from(pid).ok()?).ok()?.start_time)
+    Some(stat(pid)?.start_time)
 }
 
 /// The modification time of a file, clock ticks after boot; `None`: it cannot be determined.

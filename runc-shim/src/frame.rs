@@ -1,14 +1,8 @@
 //! Frames of ttrpc: a header of ten bytes (length, stream, type, flags) and the message.
 
 use containerd_shim_protos::ttrpc::proto::{
-    MESSAGE_HEADER_LENGTH as HEADER, MESSAGE_LENGTH_MAX, MessageHeader,
+    MESSAGE_HEADER_LENGTH, MESSAGE_LENGTH_MAX, MessageHeader,
 };
-pub use containerd_shim_protos::ttrpc::proto::{
-    MESSAGE_TYPE_REQUEST as REQUEST, MESSAGE_TYPE_RESPONSE as RESPONSE,
-};
-
-/// Maximum length of a message that is read, as in containerd's ttrpc; bytes.
-pub const MAX_MESSAGE: usize = MESSAGE_LENGTH_MAX;
 
 /// A decoded frame.
 #[derive(Debug, PartialEq, Eq)]
@@ -22,7 +16,7 @@ pub enum Incoming {
         /// The message.
         payload: Vec<u8>,
     },
-    /// The header of a message that is longer than [`MAX_MESSAGE`]. The message is skipped.
+    /// The header of a message that is longer than [`MESSAGE_LENGTH_MAX`]. The message is skipped.
     TooLong {
         /// The stream id.
         stream: u32,
@@ -34,7 +28,7 @@ pub enum Incoming {
 /// Splits received bytes into frames. Uses no more memory than the bytes that were received.
 #[derive(Debug, Default)]
 pub struct Decoder {
-    head: [u8; HEADER],
+    head: [u8; MESSAGE_HEADER_LENGTH],
     /// Count of bytes of the header that were received.
     head_len: usize,
     payload: Vec<u8>,
@@ -50,8 +44,8 @@ impl Decoder {
             let skipped = self.skip.min(bytes.len());
             self.skip -= skipped;
             bytes = bytes.get(skipped..).unwrap_or_default();
-            if self.head_len < HEADER {
-                let taken = (HEADER - self.head_len).min(bytes.len());
+            if self.head_len < MESSAGE_HEADER_LENGTH {
+                let taken = (MESSAGE_HEADER_LENGTH - self.head_len).min(bytes.len());
                 let (part, rest) = bytes.split_at(taken);
                 self.head
                     .iter_mut()
@@ -59,13 +53,13 @@ impl Decoder {
                     .zip(part)
                     .for_each(|(to, from)| *to = *from);
                 (self.head_len, bytes) = (self.head_len + taken, rest);
-                if self.head_len < HEADER {
+                if self.head_len < MESSAGE_HEADER_LENGTH {
                     return frames;
                 }
             }
             let MessageHeader { length, stream_id: stream, type_: kind, .. } = self.head.into();
             let length = length as usize;
-            if length > MAX_MESSAGE {
+            if length > MESSAGE_LENGTH_MAX {
                 frames.push(Incoming::TooLong { stream, length });
                 (self.skip, self.head_len) = (length, 0);
                 continue;
@@ -93,6 +87,7 @@ pub fn encode(out: &mut Vec<u8>, stream: u32, kind: u8, payload: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use containerd_shim_protos::ttrpc::proto::MESSAGE_TYPE_REQUEST;
     use proptest::prelude::*;
 
     use super::*;
@@ -138,17 +133,18 @@ mod tests {
     #[test]
     fn a_message_that_is_too_long_is_skipped() {
         let mut bytes = Vec::new();
-        bytes.extend((MAX_MESSAGE as u32 + 1).to_be_bytes());
-        bytes.extend([0, 0, 0, 7, REQUEST, 0]);
+        bytes.extend((MESSAGE_LENGTH_MAX as u32 + 1).to_be_bytes());
+        bytes.extend([0, 0, 0, 7, MESSAGE_TYPE_REQUEST, 0]);
         let mut decoder = Decoder::default();
-        let length = MAX_MESSAGE + 1;
+        let length = MESSAGE_LENGTH_MAX + 1;
         assert_eq!(decoder.feed(&bytes), [Incoming::TooLong { stream: 7, length }]);
-        for _ in 0..MAX_MESSAGE >> 20 {
+        for _ in 0..MESSAGE_LENGTH_MAX >> 20 {
             assert_eq!(decoder.feed(&vec![1; 1 << 20]), []);
         }
         let mut next = vec![1];
-        encode(&mut next, 9, REQUEST, b"x");
-        let message = Incoming::Message { stream: 9, kind: REQUEST, payload: b"x".to_vec() };
+        encode(&mut next, 9, MESSAGE_TYPE_REQUEST, b"x");
+        let message =
+            Incoming::Message { stream: 9, kind: MESSAGE_TYPE_REQUEST, payload: b"x".to_vec() };
         assert_eq!(decoder.feed(&next), [message]);
     }
 }

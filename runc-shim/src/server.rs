@@ -6,7 +6,9 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::ttrpc::get_status;
-use containerd_shim_protos::ttrpc::proto::{Request, Response};
+use containerd_shim_protos::ttrpc::proto::{
+    MESSAGE_LENGTH_MAX, MESSAGE_TYPE_REQUEST, MESSAGE_TYPE_RESPONSE, Request, Response,
+};
 use protobuf::{Message, MessageField};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
@@ -179,7 +181,7 @@ impl Server {
     pub fn respond(&mut self, reply: Reply, answer: Result<Vec<u8>, Error>, reactor: &Reactor) {
         let Some(connection) = self.connections.get_mut(&reply.connection) else { return };
         let response = response(answer);
-        frame::encode(&mut connection.out, reply.stream, frame::RESPONSE, &response);
+        frame::encode(&mut connection.out, reply.stream, MESSAGE_TYPE_RESPONSE, &response);
         self.flush(reply.connection, reactor);
     }
 
@@ -258,11 +260,11 @@ impl Connection {
 fn call(connection: u32, frame: Incoming) -> Option<(Reply, Result<Request, Error>)> {
     match frame {
         Incoming::TooLong { stream, length } => {
-            let message = format!("message length {length} exceeds {}", frame::MAX_MESSAGE);
+            let message = format!("message length {length} exceeds {}", MESSAGE_LENGTH_MAX);
             let refused = Error::new(Code::RESOURCE_EXHAUSTED, message);
             Some((Reply { connection, stream, deadline: None }, Err(refused)))
         }
-        Incoming::Message { stream, kind: frame::REQUEST, payload } => {
+        Incoming::Message { stream, kind: MESSAGE_TYPE_REQUEST, payload } => {
             let request = Request::parse_from_bytes(&payload).map_err(Error::from);
             let deadline = request.as_ref().ok().and_then(|it| deadline(it.timeout_nano));
             Some((Reply { connection, stream, deadline }, request))

@@ -78,11 +78,10 @@ impl Mark {
 
     /// Whether the process executes a program with this mark.
     fn is_on(&self, pid: u32) -> bool {
-        let path = format!("/proc/{pid}/exe");
+        let path = PathBuf::from(format!("/proc/{pid}/exe"));
         let Some(kept) = fs::read_link(&path).ok().and_then(|name| Kept::from_exe(&name)) else {
             return false;
         };
-        let Ok(path) = CString::new(path) else { return false };
         // Any process can choose the name, also on a file system that answers when it likes.
         let known = match kept {
             Kept::Memfd => {

@@ -193,11 +193,14 @@ impl Jobs {
 
     async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StepError> {
         self.record_container();
-        let _guard =
-            if self.shim.listens_only() { Some(self.shim.lock_launch().await) } else { None };
-        // The record is needed when the pause process gets its cgroup, not before.
-        let (prepared, ()) = tokio::join!(self.prepare_start(), self.container_recorded());
-        let (pause, recorded) = self.start_pause(prepared?).await?;
+        let (pause, recorded) = {
+            // Until the pause process is recorded no caller launches the shim.
+            let _launch = self.shim.lock_launch().await;
+            // cAdvisor looks for containerd's record once, when the pod's cgroup appears; the files
+            // do not depend on it.
+            let (prepared, ()) = tokio::join!(self.prepare_start(), self.container_recorded());
+            self.start_pause(prepared?).await?
+        };
         if let Err(step) = recorded {
             // No later daemon would find a pause process without a record.
             self.kill_unrecorded(&pause).await;
@@ -207,7 +210,10 @@ impl Jobs {
         Ok(pause)
     }
 
-    /// Makes the files, the socket of the shim or the shim, and the spec.
+    /// Makes the files and the spec, and binds the shim's socket or starts the shim.
+    ///
+    /// # Errors
+    /// The failed step.
     async fn prepare_start(self: &Arc<Self>) -> Result<Arc<StartInput>, StepError> {
         if self.shim.listens_only() {
             let prepare = |jobs: &Self| {
@@ -226,6 +232,9 @@ impl Jobs {
     }
 
     /// Makes the pause process and records it.
+    ///
+    /// # Errors
+    /// The failed step.
     async fn start_pause(
         self: &Arc<Self>,
         input: Arc<StartInput>,

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use process_identity::gone;
+use process_identity::is_no_such_process;
 
 use crate::sys::{self, ClonedChildSlot, Errno};
 
@@ -200,7 +200,7 @@ pub(crate) fn thaw_if_frozen(
 ) -> io::Result<()> {
     let cgroups = match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
         Ok(cgroups) => cgroups,
-        Err(e) if gone(&e) => return Ok(()),
+        Err(e) if is_no_such_process(&e) => return Ok(()),
         // The kill has succeeded: what hinders only the search for a freeze does not undo that.
         Err(e) => {
             log::warn!(pid = pid; "failed to read the cgroup of a killed process: {e}");

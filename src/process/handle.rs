@@ -8,7 +8,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use nix::sys::socket::{SockType, UnixAddr, getsockname, getsockopt, sockopt};
-use process_identity::{Stat, gone};
+use process_identity::{Stat, is_no_such_process};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use super::Identity;
@@ -159,7 +159,7 @@ pub fn namespaces(
         let path = format!("/proc/{}/ns/{kind}", identity.pid);
         match File::open(&path) {
             Ok(file) => opened.push((*kind, file)),
-            Err(e) if gone(&e) => return Ok(Vec::new()),
+            Err(e) if is_no_such_process(&e) => return Ok(Vec::new()),
             Err(e) => return Err(StepError::at("open namespace", path, e)),
         }
     }
@@ -168,7 +168,7 @@ pub fn namespaces(
     match identity::matches(identity) {
         Ok(true) => Ok(opened),
         Ok(false) => Ok(Vec::new()),
-        Err(e) if gone(e.io()) => Ok(Vec::new()),
+        Err(e) if is_no_such_process(e.io()) => Ok(Vec::new()),
         Err(e) => Err(e),
     }
 }

@@ -1,4 +1,4 @@
-//! The identity of a process beyond its pid, read from `/proc`.
+//! The daemon's [`Identity`] of a process, and the boot id in it.
 
 use std::fs;
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io;
 
-use process_identity::{Stat, gone};
+use process_identity::{Stat, is_no_such_process};
 
 use super::Identity;
 use crate::error::{IoContext as _, StepError};
@@ -19,7 +19,7 @@ pub(crate) fn private_memory(of: &Identity) -> Result<Option<u64>, StepError> {
     let read = fs::read_to_string(&path)
         .and_then(|status| Ok((status, Stat::of_process(of.pid)?.start_time)));
     match read {
-        Err(e) if gone(&e) => Ok(None),
+        Err(e) if is_no_such_process(&e) => Ok(None),
         Err(e) => Err(StepError::at("read", path, e)),
         // Another process has the pid by now.
         Ok((_, start_time)) if start_time != of.start_time => Ok(None),

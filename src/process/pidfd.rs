@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use process_identity::{Stat, gone};
+use process_identity::{Stat, is_no_such_process};
 use tokio::sync::Notify;
 
 use super::deadline;
@@ -172,7 +172,7 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Reaper
         // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was
         // the recorded one. One that lives is hidden (proc(5) hidepid), and may be the recorded
         // one.
-        Err(e) if gone(e.io()) && sys::ended(pidfd.as_fd()) => dead,
+        Err(e) if is_no_such_process(e.io()) && sys::ended(pidfd.as_fd()) => dead,
         Err(e) => Adoption::Unknown(e),
     }
 }

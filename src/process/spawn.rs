@@ -14,7 +14,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::deadline::{Cloned, Deadline};
-use process_identity::{device_and_inode, gone};
+use process_identity::{device_and_inode, is_no_such_process};
 use rustix::process::getpid;
 use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 
@@ -184,7 +184,8 @@ impl Launcher {
                 Adoption::Dead(_) => Ok(None),
                 Adoption::Unknown(e) => Err(e),
             },
-            Err(e) if gone(e.io()) => match c_int::try_from(pid).map(sys::pidfd_open) {
+            Err(e) if is_no_such_process(e.io()) => match c_int::try_from(pid).map(sys::pidfd_open)
+            {
                 // Hidden from the daemon (proc(5) hidepid), but there. One whose first thread has
                 // ended has a directory still.
                 Ok(Ok(pidfd))
@@ -274,7 +275,7 @@ fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
     let link = format!("/proc/{pid}/cwd");
     // The name first: that asks no file system of another user.
     std::fs::read_link(&link).is_ok_and(|cwd| cwd.file_name() == name)
-        && device_and_inode(link).is_ok_and(|at| at == place)
+        && device_and_inode(Path::new(&link)).is_ok_and(|at| at == place)
 }
 
 /// The arguments of a process behind its name, as far as they matter for a comparison with some

@@ -1,6 +1,6 @@
 //! The failures that the alert rules are for: each shows in the daemon's metrics.
 //!
-//! With `RECORD=1` these cases take 20 minutes, and write `tests/packaging/alerts`, where promtool
+//! With `RECORD=1` these cases take 35 minutes, and write `tests/packaging/alerts`, where promtool
 //! checks that the alerts fire.
 
 use std::fs;
@@ -17,7 +17,7 @@ use crate::directories::{delete, fill, mount_small};
 use crate::harness::{Case, alone, on_node};
 use crate::limits::limit;
 use crate::pods::{Shape, remove};
-use crate::recorder::{Recorder, recorded_values_are_shortened, records, scrape, value};
+use crate::recorder::{Recorder, is_recording, recorded_values_are_shortened, scrape, value};
 use crate::soak;
 use crate::standalone::{DAEMON, Standalone};
 use crate::strace::Fault;
@@ -25,7 +25,7 @@ use crate::strace::Fault;
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = alone![recorded_values_are_shortened, alert_metrics];
     cases.extend(on_node![node_alert_metrics]);
-    let limit = Duration::from_secs(if records() { 2400 } else { 120 });
+    let limit = Duration::from_secs(if is_recording() { 2400 } else { 120 });
     cases.into_iter().map(|case| case.within(limit)).collect()
 }
 
@@ -40,13 +40,12 @@ async fn node_alert_metrics(node: Arc<Node>) -> Result<()> {
     let what = "pods of containerd are run, used, killed and removed at random";
     let recorder = Recorder::begin("churn", what, socket.clone());
     recorder.minutes(1).await;
-    soak::pods(&node, Duration::from_secs(if records() { 600 } else { 3 })).await?;
+    soak::pods(&node, Duration::from_secs(if is_recording() { 600 } else { 3 })).await?;
     recorder.minutes(1).await;
-    ensure!(
-        value(&socket, "pause_sandboxer_calls_total{method=\"Start\",code=\"OK\"}").await? > 0.0
-    );
+    let started = "pause_sandboxer_calls_total{method=\"Start\",code=\"OK\"}";
+    recorder.wait_for_value(started, |value| value > 0.0).await?;
     for none in ["cleanups_pending", "records_kept_aside", "healing_failures_total"] {
-        recorder.shows(&format!("pause_sandboxer_{none}"), |value| value == 0.0).await?;
+        recorder.wait_for_value(&format!("pause_sandboxer_{none}"), |value| value == 0.0).await?;
     }
     recorder.end()?;
     node.stop_sandboxer().await?;
@@ -55,33 +54,40 @@ async fn node_alert_metrics(node: Arc<Node>) -> Result<()> {
     node.start_sandboxer().await
 }
 
-/// All side by side, each with a daemon of its own.
+/// Runs the functions side by side; an error names the function.
+macro_rules! concurrently {
+    ($($failure:ident),* $(,)?) => {
+        tokio::try_join!($(async { $failure().await.context(stringify!($failure)) }),*)
+    };
+}
+
+/// All failures, each with a daemon of its own.
 async fn alert_metrics() -> Result<()> {
-    tokio::try_join!(
-        down(),
-        restarts(),
-        full_disk(),
-        failing_starts(),
-        slow_starts(),
-        cleanups(),
-        unknown(),
-        quarantined(),
-        deleted_files(),
-        missing_files(),
-        descriptors(),
+    concurrently!(
+        down,
+        restarts,
+        full_disk,
+        failing_starts,
+        slow_starts,
+        cleanups,
+        unknown,
+        quarantined,
+        deleted_files,
+        missing_files,
+        descriptors,
     )?;
     Ok(())
 }
 
 /// A daemon whose metrics are recorded.
-struct Scene {
+struct RecordedDaemon {
     daemon: Standalone,
     controller: Controller,
     shape: Shape,
     recorder: Recorder,
 }
 
-impl Scene {
+impl RecordedDaemon {
     async fn begin(name: &'static str, what: &'static str) -> Result<Self> {
         Self::with_small(name, what, None).await
     }
@@ -118,7 +124,7 @@ impl Scene {
 
     /// Tries to run a pod every 30 s.
     async fn tries(&self, minutes: usize, succeed: bool) -> Result<()> {
-        for number in 0..if records() { minutes * 2 } else { 1 } {
+        for number in 0..if is_recording() { minutes * 2 } else { 1 } {
             let id = self.daemon.id(&format!("try-{number}"));
             let done = self.shape.run(&self.controller, &id).await;
             ensure!(done.is_ok() == succeed, "{id}: {done:?}");
@@ -132,163 +138,185 @@ impl Scene {
 }
 
 async fn down() -> Result<()> {
-    let scene =
-        Scene::begin("down", "it is stopped after a minute, and started 4 minutes later").await?;
-    scene.pods(1).await?;
-    scene.daemon.stop().await?;
-    scene.recorder.minutes(4).await;
-    ensure!(value(&scene.daemon.metrics(), "process_open_fds").await.is_err(), "it answers");
-    scene.daemon.start().await?;
-    scene.recorder.minutes(2).await;
-    scene.recorder.end()
+    let recorded =
+        RecordedDaemon::begin("down", "it is stopped after a minute, and started 4 minutes later")
+            .await?;
+    recorded.pods(1).await?;
+    recorded.daemon.stop().await?;
+    recorded.recorder.minutes(4).await;
+    ensure!(
+        value(&recorded.daemon.metrics(), "process_open_fds").await.is_err(),
+        "the stopped daemon serves metrics"
+    );
+    recorded.daemon.start().await?;
+    recorded.recorder.minutes(2).await;
+    recorded.recorder.end()
 }
 
 async fn restarts() -> Result<()> {
-    let scene = Scene::begin("restarts", "it is killed and started 5 times, every 45 s").await?;
-    scene.pods(1).await?;
-    let (socket, mut last) = (scene.daemon.metrics(), 0.0);
+    let recorded =
+        RecordedDaemon::begin("restarts", "it is killed and started 5 times, every 45 s").await?;
+    recorded.pods(1).await?;
+    let (socket, mut last) = (recorded.daemon.metrics(), 0.0);
     for _ in 0..5 {
-        scene.daemon.kill()?;
-        scene.daemon.start().await?;
-        scene.recorder.shows("process_start_time_seconds", |value| value > last).await?;
+        recorded.daemon.kill()?;
+        recorded.daemon.start().await?;
+        recorded
+            .recorder
+            .wait_for_value("process_start_time_seconds", |value| value > last)
+            .await?;
         last = value(&socket, "process_start_time_seconds").await?;
-        scene.recorder.scrapes(3).await;
+        recorded.recorder.scrapes(3).await;
     }
-    scene.recorder.minutes(2).await;
-    scene.recorder.end()
+    recorded.recorder.minutes(2).await;
+    recorded.recorder.end()
 }
 
 async fn full_disk() -> Result<()> {
     let what = "after a minute the disk of its records is full for 13 minutes";
-    let scene = Scene::with_small("full-disk", what, Some("state")).await?;
-    scene.tries(1, true).await?;
-    fill(&scene.daemon.path("state"))?;
-    scene.tries(13, false).await?;
+    let recorded = RecordedDaemon::with_small("full-disk", what, Some("state")).await?;
+    recorded.tries(1, true).await?;
+    fill(&recorded.daemon.path("state"))?;
+    recorded.tries(13, false).await?;
     let failed = "pause_sandboxer_calls_total{method=\"Create\",code=\"RESOURCE_EXHAUSTED\"}";
-    scene.recorder.shows(failed, |value| value > 0.0).await?;
-    fs::remove_dir_all(scene.daemon.path("state/filler"))?;
-    scene.tries(7, true).await?;
-    scene.recorder.end()
+    recorded.recorder.wait_for_value(failed, |value| value > 0.0).await?;
+    fs::remove_dir_all(recorded.daemon.path("state/filler"))?;
+    recorded.tries(7, true).await?;
+    recorded.recorder.end()
 }
 
 async fn failing_starts() -> Result<()> {
-    let what = "after a minute the kernel refuses to execute the pause program for 13 minutes";
-    let scene = Scene::begin("failing-starts", what).await?;
-    scene.tries(1, true).await?;
-    let fault = Fault::begin(scene.daemon.pid()?, &["execveat:error=EACCES"]).await?;
-    scene.tries(13, false).await?;
+    let what = "after a minute execveat of the pause program fails for 13 minutes";
+    let recorded = RecordedDaemon::begin("failing-starts", what).await?;
+    recorded.tries(1, true).await?;
+    let fault = Fault::begin(recorded.daemon.pid()?, &["execveat:error=EACCES"]).await?;
+    recorded.tries(13, false).await?;
     let failed = "pause_sandboxer_calls_total{method=\"Start\",code=\"INTERNAL\"}";
-    scene.recorder.shows(failed, |value| value > 0.0).await?;
+    recorded.recorder.wait_for_value(failed, |value| value > 0.0).await?;
     fault.end().await?;
-    scene.tries(7, true).await?;
-    scene.recorder.end()
+    recorded.tries(7, true).await?;
+    recorded.recorder.end()
 }
 
 async fn slow_starts() -> Result<()> {
-    let what = "after a minute the pause program executes 1.5 s late, for 17 minutes";
-    let scene = Scene::begin("slow-starts", what).await?;
-    scene.tries(1, true).await?;
+    let what = "after a minute execveat of the pause program takes 1.5 s more, for 17 minutes";
+    let recorded = RecordedDaemon::begin("slow-starts", what).await?;
+    recorded.tries(1, true).await?;
     let bucket = "pause_sandboxer_call_duration_seconds_bucket{le=\"1.024\",method=\"Start\"}";
-    let quick = value(&scene.daemon.metrics(), bucket).await?;
-    let fault = Fault::begin(scene.daemon.pid()?, &["execveat:delay_enter=1500000"]).await?;
-    scene.tries(17, true).await?;
-    scene.recorder.shows(bucket, |value| value == quick).await?;
+    let quick = value(&recorded.daemon.metrics(), bucket).await?;
+    let fault = Fault::begin(recorded.daemon.pid()?, &["execveat:delay_enter=1500000"]).await?;
+    recorded.tries(17, true).await?;
+    recorded.recorder.wait_for_value(bucket, |value| value == quick).await?;
     fault.end().await?;
-    scene.recorder.end()
+    recorded.recorder.end()
 }
 
 async fn cleanups() -> Result<()> {
-    let what = "after a minute 2 pauses die, and the kernel refuses to unmount for 17 minutes";
-    let scene = Scene::begin("cleanups", what).await?;
-    let pods = scene.pods(3).await?;
-    let fault = Fault::begin(scene.daemon.pid()?, &["umount2:error=EBUSY"]).await?;
+    let what = "after a minute 2 pause processes are killed, and umount2 fails for 17 minutes";
+    let recorded = RecordedDaemon::begin("cleanups", what).await?;
+    let pods = recorded.pods(3).await?;
+    let fault = Fault::begin(recorded.daemon.pid()?, &["umount2:error=EBUSY"]).await?;
     for (_, pid) in &pods[..2] {
         kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
     }
-    scene.recorder.shows("pause_sandboxer_cleanups_pending", |value| value == 2.0).await?;
-    scene.recorder.minutes(17).await;
+    recorded
+        .recorder
+        .wait_for_value("pause_sandboxer_cleanups_pending", |value| value == 2.0)
+        .await?;
+    recorded.recorder.minutes(17).await;
     fault.end().await?;
-    scene.recorder.shows("pause_sandboxer_cleanups_pending", |value| value == 0.0).await?;
-    scene.recorder.minutes(2).await;
-    scene.recorder.end()
+    recorded
+        .recorder
+        .wait_for_value("pause_sandboxer_cleanups_pending", |value| value == 0.0)
+        .await?;
+    recorded.recorder.minutes(2).await;
+    recorded.recorder.end()
 }
 
 async fn unknown() -> Result<()> {
-    let what = "after a minute it is started without descriptors for its 3 pauses, for 8 minutes";
-    let scene = Scene::begin("unknown", what).await?;
-    scene.pods(3).await?;
-    scene.daemon.kill()?;
-    scene.daemon.start_with(&["pidfd_open:error=EMFILE"]).await?;
+    let what = "after a minute it is started again, and pidfd_open fails for 8 minutes";
+    let recorded = RecordedDaemon::begin("unknown", what).await?;
+    recorded.pods(3).await?;
+    recorded.daemon.kill()?;
+    recorded.daemon.start_with(&["pidfd_open:error=EMFILE"]).await?;
     let unknown = "pause_sandboxer_sandboxes{state=\"unknown\"";
-    scene.recorder.shows(unknown, |value| value == 3.0).await?;
-    scene.recorder.minutes(8).await;
-    scene.daemon.end_faults().await?;
-    scene.recorder.shows(unknown, |value| value == 0.0).await?;
-    scene.recorder.minutes(2).await;
-    scene.recorder.end()
+    recorded.recorder.wait_for_value(unknown, |value| value == 3.0).await?;
+    recorded.recorder.minutes(8).await;
+    recorded.daemon.end_faults().await?;
+    recorded.recorder.wait_for_value(unknown, |value| value == 0.0).await?;
+    recorded.recorder.minutes(2).await;
+    recorded.recorder.end()
 }
 
 async fn quarantined() -> Result<()> {
     let what = "after a minute it is started with a damaged record, for 3 minutes";
-    let scene = Scene::begin("quarantined", what).await?;
-    let pods = scene.pods(2).await?;
-    let record = scene.daemon.record(&pods[0].0).join("record.json");
+    let recorded = RecordedDaemon::begin("quarantined", what).await?;
+    let pods = recorded.pods(2).await?;
+    let record = recorded.daemon.record(&pods[0].0).join("record.json");
     let whole = fs::read(&record)?;
     for (text, quarantined) in [(&b"{"[..], 1.0), (&whole, 0.0)] {
-        scene.daemon.stop().await?;
+        recorded.daemon.stop().await?;
         fs::write(&record, text)?;
-        scene.daemon.start().await?;
+        recorded.daemon.start().await?;
         let series = "pause_sandboxer_records_kept_aside";
-        scene.recorder.shows(series, |value| value == quarantined).await?;
-        scene.recorder.minutes(3).await;
+        recorded.recorder.wait_for_value(series, |value| value == quarantined).await?;
+        recorded.recorder.minutes(3).await;
     }
-    scene.recorder.end()
+    recorded.recorder.end()
 }
 
-/// Deletes the files of a pod until the metric counts that.
-async fn delete_files(scene: &Scene, id: &str, series: &str) -> Result<()> {
-    delete(&scene.daemon.files(id), &scene.daemon.shm(id))?;
-    if series.contains("failures") {
-        fill(&scene.daemon.path("root"))?;
-    }
-    // containerd asks for the status after the restart that deletes them.
-    scene.controller.status(id, false).await?;
-    scene.recorder.shows(series, |value| value > 0.0).await
+/// Deletes the files of the pod `id`.
+fn delete_files(recorded: &RecordedDaemon, id: &str) -> Result<()> {
+    delete(&recorded.daemon.files(id), &recorded.daemon.shm(id))
+}
+
+/// Asks for the status of the pod `id`, as containerd does after a restart that deletes files.
+async fn request_status(recorded: &RecordedDaemon, id: &str) -> Result<()> {
+    recorded.controller.status(id, false).await?;
+    Ok(())
 }
 
 async fn deleted_files() -> Result<()> {
     let what = "after a minute the files of a pod are deleted";
-    let scene = Scene::begin("deleted-files", what).await?;
-    let pods = scene.pods(1).await?;
-    delete_files(&scene, &pods[0].0, "pause_sandboxer_healed_files_total").await?;
-    scene.recorder.minutes(2).await;
-    scene.recorder.end()
+    let recorded = RecordedDaemon::begin("deleted-files", what).await?;
+    let pods = recorded.pods(1).await?;
+    delete_files(&recorded, &pods[0].0)?;
+    request_status(&recorded, &pods[0].0).await?;
+    let restored = "pause_sandboxer_healed_files_total";
+    recorded.recorder.wait_for_value(restored, |value| value > 0.0).await?;
+    recorded.recorder.minutes(2).await;
+    recorded.recorder.end()
 }
 
 async fn missing_files() -> Result<()> {
     let what = "after a minute the files of a pod are deleted, and the disk is full for 14 minutes";
-    let scene = Scene::with_small("missing-files", what, Some("root")).await?;
-    let pods = scene.pods(1).await?;
-    delete_files(&scene, &pods[0].0, "pause_sandboxer_healing_failures_total").await?;
-    scene.recorder.minutes(14).await;
-    fs::remove_dir_all(scene.daemon.path("root/filler"))?;
-    scene.recorder.shows("pause_sandboxer_healed_files_total", |value| value > 0.0).await?;
-    scene.recorder.minutes(2).await;
-    scene.recorder.end()
+    let recorded = RecordedDaemon::with_small("missing-files", what, Some("root")).await?;
+    let pods = recorded.pods(1).await?;
+    delete_files(&recorded, &pods[0].0)?;
+    fill(&recorded.daemon.path("root"))?;
+    request_status(&recorded, &pods[0].0).await?;
+    let failed = "pause_sandboxer_healing_failures_total";
+    recorded.recorder.wait_for_value(failed, |value| value > 0.0).await?;
+    recorded.recorder.minutes(14).await;
+    fs::remove_dir_all(recorded.daemon.path("root/filler"))?;
+    let restored = "pause_sandboxer_healed_files_total";
+    recorded.recorder.wait_for_value(restored, |value| value > 0.0).await?;
+    recorded.recorder.minutes(2).await;
+    recorded.recorder.end()
 }
 
 async fn descriptors() -> Result<()> {
     let what = "after a minute its limit of descriptors leaves only a few free, for 8 minutes";
-    let scene = Scene::begin("descriptors", what).await?;
-    scene.pods(5).await?;
-    let (daemon, socket) = (scene.daemon.pid()?, scene.daemon.metrics());
+    let recorded = RecordedDaemon::begin("descriptors", what).await?;
+    recorded.pods(5).await?;
+    let (daemon, socket) = (recorded.daemon.pid()?, recorded.daemon.metrics());
     let (open, max) =
         (value(&socket, "process_open_fds").await?, value(&socket, "process_max_fds").await?);
     limit(daemon, &format!("{}", open + 3.0))?;
-    scene.recorder.shows("process_max_fds", |value| value == open + 3.0).await?;
-    scene.recorder.minutes(8).await;
+    recorded.recorder.wait_for_value("process_max_fds", |value| value == open + 3.0).await?;
+    recorded.recorder.minutes(8).await;
     limit(daemon, &format!("{max}"))?;
-    scene.recorder.shows("process_max_fds", |value| value == max).await?;
-    scene.recorder.minutes(2).await;
-    scene.recorder.end()
+    recorded.recorder.wait_for_value("process_max_fds", |value| value == max).await?;
+    recorded.recorder.minutes(2).await;
+    recorded.recorder.end()
 }

@@ -15,15 +15,15 @@ use tokio::task::JoinHandle;
 use crate::harness::lock;
 
 /// Between two scrapes of a recording.
-const INTERVAL: Duration = Duration::from_secs(15);
+const SCRAPE_INTERVAL: Duration = Duration::from_secs(15);
 /// The same without a recording: longer than the daemon reuses a text.
 const SHORT_INTERVAL: Duration = Duration::from_millis(250);
-/// Prometheus' usual limit of a scrape.
-const TIMEOUT: Duration = Duration::from_secs(10);
+/// Prometheus' default `scrape_timeout`.
+const SCRAPE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The last line that a recording writes.
-const END: &str = "    # Written by hand; a new recording keeps what follows.\n";
-/// What Prometheus adds to each series.
-const OF_THE_SCRAPE: &str = "instance=\"node\",job=\"pause-sandboxer\"";
+const HAND_WRITTEN: &str = "    # Written by hand; a new recording keeps what follows.\n";
+/// The labels of the target, which Prometheus adds to each series.
+const TARGET_LABELS: &str = "instance=\"node\",job=\"pause-sandboxer\"";
 
 /// One recording. Dropping it ends the scrapes.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ pub(crate) struct Recorder {
 }
 
 /// Whether this run is a recording.
-pub(crate) fn records() -> bool {
+pub(crate) fn is_recording() -> bool {
     std::env::var_os("RECORD").is_some()
 }
 
@@ -73,11 +73,11 @@ impl Recorder {
         let task = tokio::spawn({
             let (taken, socket) = (Arc::clone(&taken), socket.clone());
             async move {
-                let interval = if records() { INTERVAL } else { SHORT_INTERVAL };
+                let interval = if is_recording() { SCRAPE_INTERVAL } else { SHORT_INTERVAL };
                 let mut interval = tokio::time::interval(interval);
                 loop {
                     interval.tick().await;
-                    let scraped = tokio::time::timeout(TIMEOUT, scrape(&socket)).await;
+                    let scraped = tokio::time::timeout(SCRAPE_TIMEOUT, scrape(&socket)).await;
                     lock(&taken).push(scraped.ok().and_then(Result::ok));
                 }
             }
@@ -88,7 +88,7 @@ impl Recorder {
     /// Waits for that many scrapes; without a recording for one.
     pub(crate) async fn scrapes(&self, count: usize) {
         let taken = || lock(&self.taken).len();
-        let enough = taken() + if records() { count } else { 1 };
+        let enough = taken() + if is_recording() { count } else { 1 };
         while taken() < enough {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -99,11 +99,17 @@ impl Recorder {
         self.scrapes(count * 4).await;
     }
 
-    /// Waits until the metric has this value; it may be that of a later scrape.
-    pub(crate) async fn shows(&self, series: &str, wanted: impl Fn(f64) -> bool) -> Result<()> {
-        /// The daemon tries again at least every 5 minutes.
-        const LIMIT: Duration = Duration::from_secs(330);
-        kit::until(&format!("{}: {series}", self.name), LIMIT, async || {
+    /// Polls the daemon until the series has a wanted value. The recording has it from its next
+    /// scrape on.
+    pub(crate) async fn wait_for_value(
+        &self,
+        series: &str,
+        wanted: impl Fn(f64) -> bool,
+    ) -> Result<()> {
+        // The daemon retries at least every 5 minutes. Below the limit of the case, whose error
+        // has no reason.
+        let limit = Duration::from_secs(if is_recording() { 330 } else { 60 });
+        kit::until(&format!("{}: {series}", self.name), limit, async || {
             let value = value(&self.socket, series).await?;
             ensure!(wanted(value), "it is {value}");
             Ok(())
@@ -115,14 +121,14 @@ impl Recorder {
     pub(crate) fn end(self) -> Result<()> {
         let directory = Path::new(env!("CARGO_MANIFEST_DIR"));
         let rules = fs::read_to_string(directory.join("packaging/prometheus/alerts.yaml"))?;
-        let written = written(self.what, &lock(&self.taken), &rules);
+        let written = promtool_test(self.what, &lock(&self.taken), &rules);
         ensure!(written.contains("- series: 'process_start_time_seconds{"), "{written}");
-        if !records() {
+        if !is_recording() {
             return Ok(());
         }
         let path = directory.join("tests/packaging/alerts").join(self.name).with_extension("yaml");
         let old = fs::read_to_string(&path).unwrap_or_default();
-        let kept = old.split_once(END).map_or("", |(_, kept)| kept);
+        let kept = old.split_once(HAND_WRITTEN).map_or("", |(_, kept)| kept);
         fs::write(&path, written + kept).with_context(|| path.display().to_string())
     }
 }
@@ -134,7 +140,7 @@ impl Drop for Recorder {
 }
 
 /// The file, up to what is written by hand: the series that the rules use.
-fn written(what: &str, scrapes: &[Option<String>], rules: &str) -> String {
+fn promtool_test(what: &str, scrapes: &[Option<String>], rules: &str) -> String {
     let used = |series: &str| {
         let name = series.split('{').next().unwrap_or_default();
         // The buckets of the other methods are many.
@@ -153,65 +159,46 @@ fn written(what: &str, scrapes: &[Option<String>], rules: &str) -> String {
          interval: 15s\n    input_series:\n"
     );
     let mut add = |series: &str, values: &[Option<&str>]| {
-        text += &format!("      - series: '{series}'\n        values: '{}'\n", shortened(values));
+        text += &format!(
+            "      - series: '{series}'\n        values: '{}'\n",
+            expanding_notation(values)
+        );
     };
-    add(&format!("up{{{OF_THE_SCRAPE}}}"), &up);
+    add(&format!("up{{{TARGET_LABELS}}}"), &up);
     for name in names {
         let values: Vec<_> = scraped.iter().map(|of| of.get(name).copied()).collect();
         let (name, labels) = name.split_once('{').unwrap_or((name, "}"));
         let comma = if labels == "}" { "" } else { "," };
-        add(&format!("{name}{{{OF_THE_SCRAPE}{comma}{labels}"), &values);
+        add(&format!("{name}{{{TARGET_LABELS}{comma}{labels}"), &values);
     }
-    text + END
+    text + HAND_WRITTEN
 }
 
-/// As promtool reads them: `5x3` is 5 and three more, `5+2x3` is 5 7 9 11, `_x3` three missing.
-/// Prometheus marks a series that a scrape lacks as stale.
-fn shortened(values: &[Option<&str>]) -> String {
-    let step = |a: &str, b: &str| {
-        if a == b { Some(0) } else { Some(b.parse::<i64>().ok()? - a.parse::<i64>().ok()?) }
+/// In promtool's expanding notation: `5x3` is 5 and three more, `_x3` three missing. Prometheus
+/// marks a series that a scrape lacks as stale.
+fn expanding_notation(values: &[Option<&str>]) -> String {
+    let repeated = |value: &str, more: usize| {
+        if more == 0 { value.to_owned() } else { format!("{value}x{more}") }
     };
-    let steps =
-        |at: usize| values.get(at).zip(values.get(at + 1)).and_then(|(a, b)| step((*a)?, (*b)?));
-    let (mut words, mut at) = (Vec::new(), 0);
-    while let Some(value) = values.get(at) {
-        let Some(value) = value else {
-            let mut gap = values[at..].iter().take_while(|value| value.is_none()).count();
-            at += gap;
-            if at > gap {
-                words.push("stale".to_owned());
-                gap -= 1;
-            }
-            words.extend((gap > 0).then(|| format!("_x{gap}")));
-            continue;
-        };
-        let first = steps(at);
-        let more = (at..).take_while(|at| first.is_some() && steps(*at) == first).count();
-        match first {
-            Some(0) => words.push(format!("{value}x{more}")),
-            Some(by) if more > 1 => words.push(format!("{value}{by:+}x{more}")),
-            _ => {
-                words.push((*value).to_owned());
-                at += 1;
-                continue;
-            }
-        }
-        at += more + 1;
-    }
-    words.join(" ")
+    let words = values.chunk_by(|a, b| a == b).enumerate().flat_map(|(at, run)| match run[0] {
+        Some(value) => vec![repeated(value, run.len() - 1)],
+        None if at == 0 => vec![format!("_x{}", run.len())],
+        None if run.len() == 1 => vec!["stale".to_owned()],
+        None => vec!["stale".to_owned(), format!("_x{}", run.len() - 1)],
+    });
+    words.collect::<Vec<_>>().join(" ")
 }
 
-/// Every form that [`shortened`] writes.
+/// Every form that [`expanding_notation`] writes.
 pub(crate) async fn recorded_values_are_shortened() -> Result<()> {
     for (values, short) in [
         ("1 1 1", "1x2"),
         ("_ _ 5 5 _ _ 7 _", "_x2 5x1 stale _x1 7 stale"),
-        ("0 3 6 9 9", "0+3x3 9"),
-        ("9 7 5", "9-2x2"),
+        ("0 3 6 9 9", "0 3 6 9x1"),
         ("1 2 1.5 1.5", "1 2 1.5x1"),
     ] {
         let values: Vec<_> = values.split(' ').map(|v| (v != "_").then_some(v)).collect();
-        let found = shortened(&values);
+        let found = expanding_notation(&values);
         ensure!(found == short, "{values:?} became {found}, not {short}");
     }
     Ok(())

@@ -24,6 +24,7 @@ use crate::harness::{
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = cases_of_both![restarts_of_containerd_lose_no_output_of_the_shim];
     for case in &mut cases {
+        // 1 GB takes 80 s on two idle cores.
         case.limit = LIMIT + Duration::from_secs(megabytes());
     }
     cases
@@ -109,7 +110,7 @@ impl Output {
     }
 
     /// The lines of a restart, without the last one.
-    fn of(&self, restart: usize) -> Range<u64> {
+    fn lines_of(&self, restart: usize) -> Range<u64> {
         let first = restart as u64 * (self.many + 1);
         first..first + self.many
     }
@@ -117,7 +118,7 @@ impl Output {
     fn script(&self) -> String {
         let mut script = LINES.to_owned();
         for restart in 0..RESTARTS {
-            let Range { start, end } = self.of(restart);
+            let Range { start, end } = self.lines_of(restart);
             script += &format!("lines many-{restart} {start} {end}\n");
             script += &format!("lines one-{restart} {end} {}\n", end + 1);
         }
@@ -126,10 +127,10 @@ impl Output {
 
     /// Checks that the log has the whole output, but for what containerd may have lost.
     fn check(&self, log: &Path) -> Result<()> {
-        let missing = missing(log, self.of(RESTARTS).start * LINE)?;
-        eprintln!("missing: {missing:?}");
+        let missing = missing(log, self.lines_of(RESTARTS).start * LINE)?;
+        eprintln!("bytes that the log lacks: {missing:?}");
         for (restart, end) in ends().enumerate() {
-            let Range { start, end: last } = self.of(restart);
+            let Range { start, end: last } = self.lines_of(restart);
             // Without the last line: it was written when containerd ran again.
             let bytes = start * LINE..last * LINE;
             let of = missing.iter().filter(|part| bytes.contains(&part.start)).collect::<Vec<_>>();
@@ -203,7 +204,7 @@ impl Writer {
     }
 
     /// Begins the output of this restart and waits until a quarter of it is in the log.
-    async fn writes(&self, restart: usize) -> Result<()> {
+    async fn write_a_quarter(&self, restart: usize) -> Result<()> {
         let size = || Ok::<_, std::io::Error>(fs::metadata(self.container.log_path())?.len());
         let enough = size()? + self.output.many / 4 * LINE;
         self.begin("many", restart)?;
@@ -216,7 +217,7 @@ impl Writer {
     }
 
     /// Waits until the container waits because the FIFO takes no more.
-    async fn is_waiting(&self) -> Result<()> {
+    async fn wait_until_fifo_is_full(&self) -> Result<()> {
         until("the FIFO is full", SOON, async || {
             let mut options = OpenOptions::new();
             let fifo = options.read(true).custom_flags(libc::O_NONBLOCK).open(&self.fifo)?;
@@ -229,8 +230,8 @@ impl Writer {
     }
 
     /// Waits until the log ends with the last line of this restart.
-    async fn has_written(&self, restart: usize) -> Result<()> {
-        let last = line(self.output.of(restart).end) + "\n";
+    async fn wait_for_last_line(&self, restart: usize) -> Result<()> {
+        let last = line(self.output.lines_of(restart).end) + "\n";
         until("all output is in the log", WRITES, async || {
             let mut log = File::open(self.container.log_path())?;
             let size = log.metadata()?.len();
@@ -247,28 +248,28 @@ impl Writer {
         let node = &harness.node;
         match end {
             End::Killed => {
-                self.writes(restart).await?;
+                self.write_a_quarter(restart).await?;
                 node.kill_containerd()?;
             }
             End::Terminated => {
-                self.writes(restart).await?;
+                self.write_a_quarter(restart).await?;
                 node.stop_containerd().await?;
             }
             End::KilledBeforeItReads => {
                 signal(node.containerd_pid()?, Signal::SIGSTOP)?;
                 self.begin("many", restart)?;
-                self.is_waiting().await?;
+                self.wait_until_fifo_is_full().await?;
                 node.kill_containerd()?;
             }
             End::KilledBeforeTheOutput => {
                 node.kill_containerd()?;
                 self.begin("many", restart)?;
-                self.is_waiting().await?;
+                self.wait_until_fifo_is_full().await?;
             }
         }
         node.start_containerd().await?;
         self.begin("one", restart)?;
-        self.has_written(restart).await
+        self.wait_for_last_line(restart).await
     }
 }
 

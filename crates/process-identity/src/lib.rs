@@ -1,17 +1,18 @@
-//! What identifies a process beyond its pid, which the kernel reuses: the daemon compares it before
-//! it signals a process of an earlier daemon, the pod's shim before it serves the pause process.
+//! What identifies a process beyond its pid, which the kernel reuses. The daemon compares it before
+//! it signals a process that an earlier daemon started; `runc-shim` compares it for the pause
+//! process, its children and commands of the runtime.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
-use rustix::path::Arg;
 
 /// The fields of `/proc/PID/stat` that matter here (proc_pid_stat(5)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// Field 3: `Z` and `X` have ended.
+    /// Field 3; `Z` (zombie) and `X` (dead): the process has exited.
     pub state: u8,
     /// Field 4: pid of the parent.
     pub parent: u32,
@@ -77,19 +78,19 @@ pub fn pid_namespace(pid: u32) -> io::Result<u64> {
     Ok(fs::metadata(format!("/proc/{pid}/ns/pid"))?.ino())
 }
 
-/// Device and inode of the file that `path` leads to, as far as the kernel knows them without a
-/// question to the server of a file system.
+/// Device and inode of the file at `path`, following links. Uses what the kernel has cached
+/// (`AT_STATX_DONT_SYNC`), so that a file system that does not respond does not block the call.
 ///
 /// # Errors
-/// statx(2)'s.
-pub fn device_and_inode(path: impl Arg) -> io::Result<(u64, u64)> {
+/// The errno of statx(2).
+pub fn device_and_inode(path: &Path) -> io::Result<(u64, u64)> {
     let about = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO)?;
     Ok((libc::makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino))
 }
 
-/// The error means that the process is gone.
+/// The error means that the process does not exist any more.
 #[must_use]
-pub fn gone(e: &io::Error) -> bool {
+pub fn is_no_such_process(e: &io::Error) -> bool {
     e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
 }
 
@@ -125,13 +126,13 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_does_not_exist_is_gone() {
-        assert!(gone(&Stat::of_process(u32::MAX).unwrap_err()));
+    fn a_process_that_does_not_exist_has_its_error() {
+        assert!(is_no_such_process(&Stat::of_process(u32::MAX).unwrap_err()));
     }
 
     #[test]
     fn a_file_and_a_link_to_it_are_the_same() {
-        let me = device_and_inode("/proc/self/exe").unwrap();
-        assert_eq!(me, device_and_inode(std::env::current_exe().unwrap()).unwrap());
+        let me = device_and_inode(Path::new("/proc/self/exe")).unwrap();
+        assert_eq!(me, device_and_inode(&std::env::current_exe().unwrap()).unwrap());
     }
 }

@@ -6,7 +6,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
-use process_identity::gone;
+use process_identity::is_no_such_process;
 
 use crate::cgroup::mounts::unified_point;
 use crate::error::{IoContext as _, StepError};
@@ -28,7 +28,7 @@ pub fn of_process(process: &str) -> Result<Option<String>, StepError> {
 fn content(read: io::Result<Vec<u8>>) -> io::Result<Option<String>> {
     match read {
         Ok(cgroups) => Ok(Some(String::from_utf8_lossy(&cgroups).into_owned())),
-        Err(e) if gone(&e) => Ok(None),
+        Err(e) if is_no_such_process(&e) => Ok(None),
         Err(e) if e.raw_os_error() == Some(libc::ENAMETOOLONG) => Ok(Some(String::new())),
         Err(e) => Err(e),
     }
