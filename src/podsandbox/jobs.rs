@@ -210,7 +210,8 @@ impl Jobs {
         Ok(pause)
     }
 
-    /// Makes the files and the spec, and binds the shim's socket or starts the shim.
+    /// Makes the files and the spec, and binds the shim's socket or starts the shim. To be called
+    /// with the shim's launch lock held.
     ///
     /// # Errors
     /// The failed step.

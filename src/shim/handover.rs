@@ -47,8 +47,8 @@ pub struct Handover {
     state: Mutex<HandoverState>,
     /// Wakes the serving task while it waits to retry what has failed.
     changed: Notify,
-    /// Held while a socket is made, a shim is searched or launched, and by the end. Waiting for it
-    /// takes no thread.
+    /// Held while a socket is made, a shim is searched or launched, by the end, and by Start until
+    /// the pause process is recorded. Waiting for it takes no thread.
     launch_lock: tokio::sync::Mutex<()>,
     /// Held while an empty shim is asked to exit: it leaves a second connection in the socket's
     /// queue, as a caller for whom another shim is launched.
