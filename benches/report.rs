@@ -81,8 +81,7 @@ const BOUNDS: [Bound; 25] = [
         hold: AtMost(1.0),
         held_back_by: "the sandbox's task in containerd (container_record), which containerd \
             creates meanwhile, when the shim serves: 2.4 of 9.1 ms in a run without it beside, in \
-            which the built-in's took 7.1. A later task would leave cAdvisor without the pod's \
-            network for up to a minute",
+            which the built-in's took 7.1",
     },
     Bound {
         key: "start_container_ours_over_builtin",
