@@ -12,9 +12,11 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
 use crate::arguments::Arguments;
+use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
 use crate::exits::{self, Exit};
 use crate::helper::{self, Action, Work};
+use crate::log_pipe::{Log, LogPipe};
 use crate::runtime::{self, Place, Runtime};
 use crate::{container, log, mounts, options, process_key};
 
@@ -93,7 +95,7 @@ fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
     let action = Action::Unmount;
     let (namespace, id) = (arguments.namespace.as_str(), arguments.id.as_str());
     let unmounted = match helper::start(&Work { action, namespace, id, bundle, input_file: None }) {
-        Ok(mut command) => match wait_or_kill(command.pid, UNMOUNT_TIMEOUT) {
+        Ok(mut command) => match wait_or_kill(&mut command, UNMOUNT_TIMEOUT) {
             Some(exit) if exit.status != 0 => {
                 Err(command.failure("failed rootfs umount", exit.status, Some(bundle)))
             }
@@ -106,18 +108,28 @@ fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
     mounts::detach_bundle(bundle)
 }
 
-/// Waits for a child and reaps it. Kills it after `time` and returns `None`, without waiting for
-/// its exit, because it may hang in the kernel.
-fn wait_or_kill(pid: i32, time: Duration) -> Option<Exit> {
+/// Waits for a command, reads its log meanwhile, and reaps it. Kills it after `time` and returns
+/// `None`, without waiting for its exit, because it may hang in the kernel.
+fn wait_or_kill(command: &mut Command, time: Duration) -> Option<Exit> {
     let until = Instant::now() + time;
+    let pid = command.pid;
     let pidfd = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok())?;
+    let mut has_log = command.log.is_some();
     loop {
         let left = until.saturating_duration_since(Instant::now());
-        let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(&pidfd, PollFlags::IN)];
+        let log = command.log.as_ref().filter(|_| has_log);
+        fds.extend(log.map(|log| PollFd::new(log, PollFlags::IN)));
         let timeout = Timespec::try_from(left).ok();
-        match rustix::event::poll(&mut fds, timeout.as_ref()) {
+        let ready = rustix::event::poll(&mut fds, timeout.as_ref());
+        let has_exited = fds.first().is_some_and(|fd| !fd.revents().is_empty());
+        match ready {
             Err(rustix::io::Errno::INTR) => {}
-            Ok(1..) => break,
+            Ok(1..) if has_exited => break,
+            // A log without end does not defer the kill.
+            Ok(1..) if !left.is_zero() => {
+                has_log = command.log.as_mut().is_some_and(|log| log.read() == Log::Open)
+            }
             _ => {
                 let _ = pidfd_send_signal(&pidfd, Signal::KILL);
                 return None;
@@ -158,8 +170,9 @@ fn commands(runtime: &Runtime, id: &str, bundle: &Path) -> Vec<i32> {
     pids.filter(|pid| is_command(*pid, runtime, id, bundle)).collect()
 }
 
-/// Whether a process is a command of the runtime for the container: its working directory is the
-/// bundle, which no process of a container can enter, and it has the arguments.
+/// Whether a process is a command of the runtime for the container, a helper that mounts, or one
+/// that a helper has started to mount: its working directory is the bundle, which no process of a
+/// container can enter, and it has the arguments, or the helper's mark in its environment.
 fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     let file = |name: &str| PathBuf::from(format!("/proc/{pid}/{name}"));
     // The name first, which the kernel knows: an access to the directory itself may block on the
@@ -176,14 +189,18 @@ fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     // A process that has exited has no arguments.
     let line = std::fs::read(file("cmdline")).unwrap_or_default();
     let has = |wanted: &str| line.split(|byte| *byte == 0).any(|word| word == wanted.as_bytes());
-    // A helper of the shim that mounts counts as a command, too.
     let helps = ["-id", id, Action::Mount.word()].into_iter().all(has);
-    helps || ["--root", &runtime.root, id].into_iter().all(has)
+    helps || ["--root", &runtime.root, id].into_iter().all(has) || {
+        let mark = helper::mark(id);
+        let environment = std::fs::read(file("environ")).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|entry| entry == mark.as_bytes())
+    }
 }
 
 fn run(runtime: &Runtime, id: &str, bundle: &Path, until: Instant) -> Result<(), Error> {
-    let mut command = runtime.start(&["delete", "--force", id], &Place::default())?;
-    match wait_or_kill(command.pid, until.saturating_duration_since(Instant::now())) {
+    let log = LogPipe::new(0)?;
+    let mut command = runtime.start(&["delete", "--force", id], &Place::default(), log)?;
+    match wait_or_kill(&mut command, until.saturating_duration_since(Instant::now())) {
         Some(exit) if exit.status == 0 => Ok(()),
         Some(exit) => Err(command.failure("failed to delete task", exit.status, Some(bundle))),
         None => {

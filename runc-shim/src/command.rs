@@ -1,7 +1,5 @@
 //! A command of the runtime, or a helper, that was started, and its error.
 
-use std::fs::File;
-use std::io::{Read as _, Seek as _};
 use std::path::Path;
 
 use containerd_shim_protos::ttrpc::proto::Status;
@@ -9,9 +7,8 @@ use protobuf::Message as _;
 use serde::Deserialize;
 
 use crate::error::{Code, Error};
-
-/// Maximum size that is read of a command's output and of its log, bytes.
-const MAX_OUTPUT: u64 = 64 << 10;
+use crate::log_pipe::LogPipe;
+use crate::output_file::{self, OutputFile};
 
 /// A command that was started.
 #[derive(Debug)]
@@ -19,20 +16,20 @@ pub struct Command {
     /// The pid.
     pub pid: i32,
     /// The log; `None` for a helper.
-    pub log: Option<File>,
+    pub log: Option<LogPipe>,
     /// The file that receives the standard streams, if they are kept.
-    pub output: Option<File>,
+    pub output: Option<OutputFile>,
 }
 
 impl Command {
     /// A helper and the file that receives its standard output.
-    pub fn without_log(pid: i32, output: File) -> Self {
+    pub fn without_log(pid: i32, output: OutputFile) -> Self {
         Self { pid, log: None, output: Some(output) }
     }
 
     /// The output of the command on its standard streams, if it was kept.
     fn output(&mut self) -> Vec<u8> {
-        self.output.as_mut().map(content).unwrap_or_default()
+        self.output.as_mut().map(OutputFile::content).unwrap_or_default()
     }
 
     /// The error of a command that has failed: the last error of its log, or its output, or its
@@ -44,25 +41,17 @@ impl Command {
         let Some(log) = &mut self.log else {
             return helper_failure(&output, status).context(what);
         };
-        let log = content(log);
+        let log = log.content();
         if let Some(bundle) = bundle {
             // A failure is ignored, because the answer contains the error.
-            let _ = std::fs::write(bundle.join("log.json"), &log);
+            let _ = std::fs::write(bundle.join("log.json"), log);
         }
-        let log = String::from_utf8_lossy(&log);
-        let output = String::from_utf8_lossy(&output);
+        let log = String::from_utf8_lossy(log);
         let reason = last_error(&log)
-            .or_else(|| Some(output.trim().to_owned()).filter(|output| !output.is_empty()))
+            .or_else(|| Some(output_file::text(&output)).filter(|output| !output.is_empty()))
             .unwrap_or_else(|| format!("exit status {status}"));
         Error::unknown(format!("{what}: {reason}"))
     }
-}
-
-fn content(file: &mut File) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    // A read error yields what was read before.
-    let _ = file.rewind().and_then(|()| file.take(MAX_OUTPUT).read_to_end(&mut bytes));
-    bytes
 }
 
 /// The last error in a log of JSON lines.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
+use rustix::event::epoll::EventFlags;
 
 use crate::container::state::{Event, Notice};
 use crate::error::{Code, Context as _, Error};
@@ -13,7 +14,9 @@ use crate::helper::{self, Action, Work};
 use crate::io::Stdio;
 use crate::io::console::ConsoleSocket;
 use crate::job::{Job, Purpose};
+use crate::log_pipe::{Log, LogPipe};
 use crate::process_key::ProcessKey;
+use crate::reactor::Source;
 use crate::response::{self, Answer};
 use crate::runtime::{self, Place};
 use crate::server::Reply;
@@ -46,13 +49,16 @@ impl Shim {
         if purpose.is_limited() {
             deadlines::check(reply)?;
         }
+        // First: a command whose log cannot be watched would wait until the pipe is read.
+        let log = LogPipe::new(self.new_id())?;
+        self.reactor.add(&log, Source::Log(log.id), EventFlags::IN).context("watch log")?;
         let missing = || Error::not_found("container not created");
         let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
         // The working directory identifies the commands of a dead shim to `cleanup::delete`.
         let bundle = container.open_bundle().ok();
         let here = bundle.as_ref().map(|bundle| bundle.as_fd());
         let place = Place { directory: place.directory.or(here), ..*place };
-        let command = container.runtime.start(arguments, &place)?;
+        let command = container.runtime.start(arguments, &place, log)?;
         if key.exec.is_empty() {
             container.busy.get_or_insert_default();
         }
@@ -77,6 +83,16 @@ impl Shim {
         container.busy.get_or_insert_default();
         self.jobs.insert(command.pid, Job::new(command, purpose, key, reply));
         Ok(())
+    }
+
+    /// Reads the log of a running command.
+    pub fn log_ready(&mut self, id: u32) {
+        let logs = self.jobs.values_mut().filter_map(|job| job.command.log.as_mut());
+        let Some(log) = logs.into_iter().find(|log| log.id == id) else { return };
+        if log.read() == Log::Ended {
+            // It fails only if nothing is watched.
+            let _ = self.reactor.remove(&log);
+        }
     }
 
     /// Handles the exit of a command or helper.

@@ -3,7 +3,7 @@
 //! when the process that started it exits; a helper that hangs in the kernel exits later.
 
 use std::fs::File;
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
@@ -15,6 +15,7 @@ use crate::arguments::Arguments;
 use crate::cgroup::Cgroup;
 use crate::command::Command;
 use crate::error::{Context as _, Error};
+use crate::output_file::OutputFile;
 use crate::runtime::{self, INPUT_FD};
 use crate::{mounts, sys};
 
@@ -62,6 +63,15 @@ pub struct Work<'a> {
     pub input_file: Option<BorrowedFd<'a>>,
 }
 
+/// An environment variable of a helper that mounts and of what it runs: the container's id.
+const MARK: &str = "PAUSE_SANDBOXER_MOUNTS_FOR";
+
+/// The entry of the environment by which `cleanup::delete` finds the processes that a helper has
+/// started to mount.
+pub fn mark(id: &str) -> String {
+    format!("{MARK}={id}")
+}
+
 /// A file in memory that contains the mounts for a helper.
 ///
 /// # Errors
@@ -88,8 +98,12 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
         work.action.word(),
     ];
     let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
+    let mut environment = runtime::environment();
+    if work.action == Action::Mount {
+        environment.push(runtime::string(&mark(work.id))?);
+    }
     let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
-    let output = runtime::memory_file()?;
+    let output = OutputFile::new()?;
     // Not the streams of this process: a reader that waits until they are closed would also wait
     // for the helper.
     let mut descriptors = vec![(null.as_fd(), 0), (output.as_fd(), 1), (null.as_fd(), 2)];
@@ -100,7 +114,7 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
     let spawned = sys::spawn(&sys::Spawn {
         program: c"/proc/self/exe",
         arguments: &words,
-        environment: &runtime::environment(),
+        environment: &environment,
         directory: bundle.as_ref().map(|bundle| bundle.as_fd()),
         descriptors: &descriptors,
         dies_with_parent: true,
@@ -126,16 +140,24 @@ fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {
     let bundle = Path::new(&arguments.bundle);
     match action {
         Action::Mount => {
-            let input_file = std::fs::read(runtime::input_path()).context("read mounts")?;
-            let request = CreateTaskRequest::parse_from_bytes(&input_file)?;
+            let request = CreateTaskRequest::parse_from_bytes(&input("read mounts")?)?;
             mounts::mount_all(&request.rootfs, &mounts::rootfs(bundle))
         }
         Action::Unmount => mounts::unmount_bundle(bundle),
         Action::RemoveCgroup => {
-            let path = std::fs::read_to_string(runtime::input_path()).context("read cgroup")?;
-            Cgroup::named(&path, &arguments.id).map_or(Ok(()), |cgroup| cgroup.remove())
+            let path = input("read cgroup")?;
+            Cgroup::named(&String::from_utf8_lossy(&path), &arguments.id)
+                .map_or(Ok(()), |cgroup| cgroup.remove())
         }
     }
+}
+
+/// The content of the input file. It is closed: a program that the helper runs does not get it.
+fn input(what: &str) -> Result<Vec<u8>, Error> {
+    let file = sys::inherited(INPUT_FD).ok_or_else(|| Error::unknown("no input file"))?;
+    let mut content = Vec::new();
+    File::from(file).read_to_end(&mut content).context(what)?;
+    Ok(content)
 }
 
 #[cfg(test)]

@@ -50,6 +50,7 @@ impl Shim {
             Source::Logger(id) => self.logger_ready(id),
             Source::OomWatch(id) => self.oom_event(id),
             Source::PauseProcess => self.pause_process_ready(),
+            Source::Log(id) => self.log_ready(id),
         }
     }
 

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::error::{Code, Context as _, Error};
+use crate::fuse_program::FuseProgram;
 use crate::loop_device::LoopDevice;
 use crate::{idmap, overlay};
 
@@ -138,21 +139,29 @@ pub fn mount_all(mounts: &[Mount], root: &Path) -> Result<(), Error> {
 struct Target {
     path: PathBuf,
     /// Keeps the descriptor open that `path` names.
-    _opened: Option<OwnedFd>,
+    opened: Option<OwnedFd>,
 }
 
 impl Target {
     /// Resolves `name` inside `root`: no symbolic link of the image leads out of it.
     fn find(root: &Path, name: &str) -> Result<Self, Error> {
         if name.is_empty() {
-            return Ok(Self { path: root.to_owned(), _opened: None });
+            return Ok(Self { path: root.to_owned(), opened: None });
         }
         let root = File::open(root).context("open root")?;
         let (flags, resolve) = (OFlags::PATH | OFlags::CLOEXEC, ResolveFlags::IN_ROOT);
         let opened = rustix::fs::openat2(&root, name, flags, Mode::empty(), resolve)
             .context(format_args!("open {name:?}"))?;
         let path = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
-        Ok(Self { path, _opened: Some(opened) })
+        Ok(Self { path, opened: Some(opened) })
+    }
+
+    /// The path of the target for another process.
+    fn real_path(&self) -> Result<PathBuf, Error> {
+        match &self.opened {
+            Some(_) => fs::read_link(&self.path).context("resolve target"),
+            None => Ok(self.path.clone()),
+        }
     }
 }
 
@@ -160,7 +169,9 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     // Resolved anew for each step, so that a step finds the mount of the step before.
     let target = || Target::find(root, &mount.target);
     let mut options = Options::parse(&mount.options)?;
-    check_supported(mount)?;
+    if let Some(program) = FuseProgram::of_type(&mount.type_) {
+        return program.mount(mount, &target()?.real_path()?);
+    }
     let users = match (&options.users, &options.groups) {
         (Some(users), Some(groups)) => Some(idmap::user_namespace(users, groups)?),
         _ => None,
@@ -197,18 +208,6 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     if let (Some(users), false) = (&users, is_overlay) {
         let at = target()?;
         idmap::mount(&at.path, &at.path, users.as_fd(), false)?;
-    }
-    Ok(())
-}
-
-/// Refuses mounts that containerd's shim has a program of the node make. The code is not
-/// UNIMPLEMENTED: from a Create, containerd takes that for a shim of Task v2, calls it as one, and
-/// drops the message.
-fn check_supported(mount: &Mount) -> Result<(), Error> {
-    if ["fuse.", "fuse3."].iter().any(|prefix| mount.type_.starts_with(prefix)) {
-        let reason = "the shim runs no FUSE programs; set shim = \"runtime\" in the config of \
-                      pause-sandboxer, for all new pods";
-        return Err(Error::new(Code::INVALID_ARGUMENT, reason));
     }
     Ok(())
 }

@@ -12,6 +12,8 @@ use rustix::fs::MemfdFlags;
 
 use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
+use crate::log_pipe::LogPipe;
+use crate::output_file::OutputFile;
 use crate::sys;
 
 /// The descriptors of a command's log and of its input file.
@@ -83,12 +85,16 @@ impl Runtime {
         Err(Error::new(Code::ALREADY_EXISTS, message))
     }
 
-    /// Starts a command.
-    pub fn start(&self, arguments: &[&str], place: &Place<'_>) -> Result<Command, Error> {
-        let log = memory_file()?;
+    /// Starts a command. `log` is to be read while it runs: the command waits when the pipe is
+    /// full.
+    pub fn start(
+        &self,
+        arguments: &[&str],
+        place: &Place<'_>,
+        mut log: LogPipe,
+    ) -> Result<Command, Error> {
         let name = if self.binary.is_empty() { "runc" } else { &self.binary };
-        let program = find(name)
-            .ok_or_else(|| Error::unknown(format!("exec: {name:?}: not found in $PATH")))?;
+        let program = find_program(name)?;
         let log_path = format!("/proc/self/fd/{LOG_FD}");
         let mut words =
             vec![name, "--root", &self.root, "--log", &log_path, "--log-format", "json"];
@@ -98,13 +104,15 @@ impl Runtime {
         words.extend(arguments);
         let words = words.into_iter().map(string).collect::<Result<Vec<_>, _>>()?;
         let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
-        let output = place.stdio.is_none().then(memory_file).transpose()?;
+        let output = place.stdio.is_none().then(OutputFile::new).transpose()?;
+        let log_writer = log.take_writer();
         let [input, out, err] = match (&place.stdio, &output) {
             (Some(stdio), _) => stdio.map(|fd| fd.unwrap_or(null.as_fd())),
             (None, Some(output)) => [null.as_fd(), output.as_fd(), output.as_fd()],
             (None, None) => [null.as_fd(); 3],
         };
-        let mut descriptors = vec![(input, 0), (out, 1), (err, 2), (log.as_fd(), LOG_FD)];
+        let mut descriptors = vec![(input, 0), (out, 1), (err, 2)];
+        descriptors.extend(log_writer.as_ref().map(|writer| (writer.as_fd(), LOG_FD)));
         descriptors.extend(place.input_file.map(|input_file| (input_file, INPUT_FD)));
         let spawned = sys::spawn(&sys::Spawn {
             program: &program,
@@ -121,15 +129,10 @@ impl Runtime {
 
 /// A file in memory with this content, for [`Place::input_file`].
 pub fn memory_file_of(content: &[u8]) -> Result<OwnedFd, Error> {
-    let file = memory_file()?;
+    let file = rustix::fs::memfd_create(c"runtime", MemfdFlags::CLOEXEC).map(File::from);
+    let file = file.context("make memory file")?;
     file.write_all_at(content, 0).context("write memory file")?;
     Ok(file.into())
-}
-
-/// An empty file in memory.
-pub fn memory_file() -> Result<File, Error> {
-    let made = rustix::fs::memfd_create(c"runtime", MemfdFlags::CLOEXEC);
-    made.map(File::from).context("make memory file")
 }
 
 /// The error of a kill; [`Code::NOT_FOUND`] if there is no such process or container.
@@ -156,6 +159,13 @@ pub fn read_pid(path: &Path) -> Result<i32, Error> {
 }
 
 /// The path of an executable, searched in `PATH` as by a shell.
+///
+/// # Errors
+/// There is no such program.
+pub fn find_program(name: &str) -> Result<CString, Error> {
+    find(name).ok_or_else(|| Error::unknown(format!("exec: {name:?}: not found in $PATH")))
+}
+
 fn find(name: &str) -> Option<CString> {
     let path = if name.contains('/') {
         PathBuf::from(name)

@@ -10,7 +10,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::ends::slow_runtime;
 use crate::hostile::{answer, frame};
-use crate::pod::{Container, Pod, code, context, eventually, exists};
+use crate::pod::{Container, Pod, code, context, eventually, exists, runtime, script};
 
 /// How many calls, execs and connections there may be.
 const MOST: usize = 1024;
@@ -59,6 +59,52 @@ fn too_many_calls_that_wait_for_a_command_are_refused() {
     assert_eq!(pod.status("a"), Status::RUNNING);
     pod.end("a");
     pod.shut_down();
+}
+
+/// A runtime that writes 8 MB to its log and to its output before `action`, and `then`.
+fn talkative_runtime(pod: &Pod, action: &str, then: &str) -> Container {
+    let path = pod.path("talks");
+    let runtime = runtime().display().to_string();
+    let text = format!(
+        "case \" $* \" in *\" {action} \"*)\n\
+         yes '{{\"level\":\"debug\",\"msg\":\"x\"}}' | head -n 300000 >>$4\n\
+         yes output | head -c 8000000\n\
+         {then};; esac\n\
+         exec {runtime} \"$@\""
+    );
+    script(&path, &text);
+    let mut with = Container::default();
+    with.options.binary_name = path;
+    with
+}
+
+#[test]
+fn a_runtime_that_logs_without_end_takes_no_memory_and_its_last_error_is_reported() {
+    let mut pod = Pod::new();
+    let then = "echo '{\"level\":\"error\",\"msg\":\"the reason\"}' >>$4; exit 1";
+    pod.run("a", "exec sleep 1000", &talkative_runtime(&pod, "pause", then));
+    let before = pod.memory();
+    let mut request = PauseRequest::new();
+    request.id = pod.id("a");
+    for _ in 0..3 {
+        let error = pod.client.pause(context(), &request).unwrap_err().to_string();
+        assert!(error.contains("runtime pause failed: the reason"), "{error}");
+    }
+    let log = std::fs::metadata(pod.bundle("a").join("log.json")).unwrap().len();
+    assert_eq!(log, 64 << 10);
+    let more = pod.memory().saturating_sub(before);
+    assert!(more <= 1024, "{more} kB");
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn a_deletion_after_a_dead_shim_reads_the_log_of_the_runtime() {
+    let mut pod = Pod::new();
+    pod.run("a", "exec sleep 1000", &talkative_runtime(&pod, "delete", ":"));
+    pod.shim.kill().unwrap();
+    pod.shim.wait().unwrap();
+    pod.delete_after_shim("a");
 }
 
 #[test]

@@ -126,3 +126,19 @@ fn what_a_dead_shim_has_left_is_deleted() {
     let deleted = pod.delete_after_shim("a");
     assert_eq!((deleted.pid, deleted.exit_status), (pid, 137));
 }
+
+#[test]
+fn a_program_that_cannot_be_executed_after_the_creation_is_no_death_by_a_signal() {
+    let mut pod = Pod::new();
+    let shell = pod.path("root/bin/sh");
+    std::fs::remove_file(&shell).unwrap();
+    // Executable by its mode, but of no format that the kernel knows.
+    kit::write_program(&shell, &[1, 2, 3, 4]).unwrap();
+    pod.create("a", "true", &Container::default());
+    pod.start("a", "").unwrap();
+    // Its first process may still write to the log of the creation.
+    let status = pod.wait("a", "").unwrap();
+    assert!((1..128).contains(&status) || status == 255, "{status}");
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}

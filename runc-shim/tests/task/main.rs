@@ -12,6 +12,7 @@ mod events;
 mod execs;
 mod frozen;
 mod fuse;
+mod fuse_programs;
 mod hangs;
 mod hostile;
 mod joins;

@@ -57,16 +57,6 @@ fn root_file_systems_are_mounted_and_unmounted() {
     let with = Container { rootfs: vec![refused.clone()], ..Default::default() };
     let error = pod.try_create("c", "true", &with).unwrap_err();
     assert_eq!(code(&error), Code::INVALID_ARGUMENT);
-    // containerd takes UNIMPLEMENTED for a shim of Task v2, and drops the message.
-    for kind in ["fuse.sshfs", "fuse3.mergerfs"] {
-        let mut mount = overlay(&dirs, &[]);
-        (mount.type_, mount.options) = (kind.to_owned(), vec!["ro".to_owned()]);
-        let with = Container { rootfs: vec![mount], ..Default::default() };
-        let error = pod.try_create("c", "true", &with).unwrap_err();
-        assert_eq!(code(&error), Code::INVALID_ARGUMENT);
-        let error = error.to_string();
-        assert!(error.contains(kind) && error.contains("FUSE programs"), "{error}");
-    }
     // What was mounted before the one that fails is undone.
     refused.options = vec!["lowerdir=/no/such".to_owned()];
     let with = Container { rootfs: vec![overlay(&dirs, &["ro"]), refused], ..Default::default() };

@@ -115,6 +115,12 @@ impl Pod {
         Self::launch(&format!("ulimit -Sn {soft}"), Stdio::inherit())
     }
 
+    /// One whose shim finds programs in this directory first.
+    pub fn with_programs(directory: &Path) -> Self {
+        let path = format!("export PATH='{}':\"$PATH\"", directory.display());
+        Self::launch(&path, Stdio::inherit())
+    }
+
     /// One whose shim is executed after these commands.
     fn launch(before: &str, log: Stdio) -> Self {
         let dir = tempfile::tempdir().unwrap();
