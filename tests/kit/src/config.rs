@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::image::PAUSE_IMAGE;
 use crate::machine::cgroup_driver::CgroupDriver;
-use crate::node::{Handler, Options};
+use crate::node::{Handler, Options, Snapshotter};
 use crate::parts::Parts;
 use crate::program::write_program;
 use crate::teardown;
@@ -148,7 +148,7 @@ impl Layout {
 pub(crate) fn write(
     layout: &Layout,
     parts: &Parts,
-    snapshotter: &str,
+    snapshotter: &Snapshotter,
     options: &Options,
 ) -> Result<()> {
     for directory in
@@ -160,7 +160,8 @@ pub(crate) fn write(
     network(layout, parts)?;
     let extra = options.containerd_config.replace("{top}", &layout.top.to_string_lossy());
     let containerd = options.containerd_config_head.clone()
-        + &containerd(layout, parts, snapshotter, options)
+        + &containerd(layout, parts, snapshotter.name, options)
+        + &snapshotter.config
         + &extra;
     fs::write(layout.containerd_config(), containerd).context("write containerd's config")?;
     fs::write(layout.sandboxer_config(), sandboxer(layout, &options.sandboxer_config))

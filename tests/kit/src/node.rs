@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use nix::mount::{MntFlags, MsFlags};
+use nix::mount::MsFlags;
 
 use crate::config::{self, Layout};
 use crate::controller::Controller;
@@ -20,8 +20,10 @@ use crate::process::{Process, tail};
 use crate::shim;
 use crate::teardown::{self, Owner};
 use crate::{grpc, patient, until};
+pub(crate) use snapshotter::Snapshotter;
 
 mod leftovers;
+mod snapshotter;
 
 /// How long a daemon may take to answer after its start, and to end after SIGTERM.
 const DAEMON: Duration = Duration::from_secs(30);
@@ -98,6 +100,7 @@ pub struct Node {
     cri: Cri,
     containerd: Mutex<Option<Process>>,
     sandboxer: Mutex<Option<Process>>,
+    snapshotter: Mutex<Option<Process>>,
 }
 
 impl Node {
@@ -128,6 +131,7 @@ impl Node {
             cri: Cri::new(layout.containerd_socket()),
             containerd: Mutex::new(None),
             sandboxer: Mutex::new(None),
+            snapshotter: Mutex::new(None),
             layout,
             options,
             parts,
@@ -142,8 +146,12 @@ impl Node {
         {
             shim::prepare(sandboxer)?;
         }
-        let snapshotter = self.snapshotter()?;
-        config::write(&self.layout, &self.parts, snapshotter, &self.options)?;
+        for directory in ["root", "logs"] {
+            std::fs::create_dir_all(self.layout.top.join(directory))?;
+        }
+        let snapshotter = Snapshotter::start(&self.layout).await?;
+        config::write(&self.layout, &self.parts, &snapshotter, &self.options)?;
+        *lock(&self.snapshotter) = snapshotter.process;
         if self.options.lean {
             let (state, none) = (self.layout.state(), None::<&str>);
             nix::mount::mount(Some("state"), &state, Some("tmpfs"), MsFlags::empty(), none)
@@ -159,33 +167,7 @@ impl Node {
         cgroup::make(&self.layout.cgroup())?;
         image::write_archive(&self.layout.images())?;
         self.start_containerd().await?;
-        self.import_images(snapshotter).await
-    }
-
-    /// `overlayfs` where the scratch directory takes one, else `native`.
-    fn snapshotter(&self) -> Result<&'static str> {
-        let at = |name: &str| self.layout.top.join("overlay").join(name);
-        for name in ["lower", "upper", "work", "merged"] {
-            std::fs::create_dir_all(at(name))?;
-        }
-        let options = format!(
-            "lowerdir={},upperdir={},workdir={}",
-            at("lower").display(),
-            at("upper").display(),
-            at("work").display()
-        );
-        let taken = nix::mount::mount(
-            Some("overlay"),
-            &at("merged"),
-            Some("overlay"),
-            MsFlags::empty(),
-            Some(options.as_str()),
-        );
-        if taken.is_ok() {
-            nix::mount::umount2(&at("merged"), MntFlags::empty())?;
-        }
-        std::fs::remove_dir_all(self.layout.top.join("overlay"))?;
-        Ok(if taken.is_ok() { "overlayfs" } else { "native" })
+        self.import_images(snapshotter.name).await
     }
 
     async fn import_images(&self, snapshotter: &str) -> Result<()> {
@@ -432,7 +414,7 @@ impl Node {
 
     /// Process ids of the daemons that run.
     fn daemons(&self) -> Vec<u32> {
-        [&self.containerd, &self.sandboxer]
+        [&self.containerd, &self.sandboxer, &self.snapshotter]
             .iter()
             .filter_map(|slot| lock(slot).as_ref().map(Process::pid))
             .collect()
@@ -443,6 +425,7 @@ impl Drop for Node {
     fn drop(&mut self) {
         drop(lock(&self.sandboxer).take());
         drop(lock(&self.containerd).take());
+        drop(lock(&self.snapshotter).take());
         let failed = teardown::tear_down(&self.layout, self.options.keep);
         for failure in failed {
             eprintln!("kit: {failure}");

@@ -16,10 +16,11 @@ use crate::teardown;
 
 /// What is not looked at in a node's directory: containerd's stores of content, snapshots and
 /// metadata, which its garbage collector clears in its own time, and logs.
-const IGNORED: [&str; 6] = [
+const IGNORED: [&str; 7] = [
     "logs",
     "root/io.containerd.content.v1.content",
     "root/io.containerd.metadata.v1.bolt",
+    "root/io.containerd.snapshotter.v1.fuse-overlayfs",
     "root/io.containerd.snapshotter.v1.native",
     "root/io.containerd.snapshotter.v1.overlayfs",
     "root/tmpmounts",
