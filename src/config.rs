@@ -171,8 +171,8 @@ settings! {
     shims: ShimBinaries = ShimBinaries::default();
     /// Environment variables for the shims that the sandboxer starts, for example
     /// `shim_env = ["SCHED_CORE=1"]`. The counterpart of containerd's `env` under
-    /// `plugins."io.containerd.shim.v1.manager"`. The own shim, with the runtime and the hooks that
-    /// it calls, gets these, PATH and what containerd sets for shims; other shims also get the
+    /// `plugins."io.containerd.shim.v1.manager"`. The own shim, with the programs that it runs and
+    /// their hooks, gets these, PATH and what containerd sets for shims; other shims also get the
     /// daemon's environment. With SCHED_CORE each shim and its containers are in a separate core
     /// scheduling domain; on a kernel without support no shim starts.
     shim_env: Variables = Variables::default();

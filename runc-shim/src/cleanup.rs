@@ -7,18 +7,16 @@ use std::time::{Duration, Instant};
 use containerd_shim_protos::api::DeleteResponse;
 use process_identity::device_and_inode;
 use protobuf::{Message as _, MessageField};
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
 use crate::arguments::Arguments;
 use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
-use crate::exits::{self, Exit};
+use crate::exits::Exit;
 use crate::helper::{self, Action, Work};
-use crate::log_pipe::{Log, LogPipe};
 use crate::runtime::{self, Place, Runtime};
-use crate::{container, log, mounts, options, process_key};
+use crate::{container, log, mounts, options, process_key, sys};
 
 /// Time limit for killing commands of the runtime, and the delay between two searches for them.
 /// Commands are killed and the mounts undone within the 5 s that containerd allows for `delete`
@@ -108,37 +106,15 @@ fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
     mounts::detach_bundle(bundle)
 }
 
-/// Waits for a command, reads its log meanwhile, and reaps it. Kills it after `time` and returns
-/// `None`, without waiting for its exit, because it may hang in the kernel.
+/// Waits for a command and reaps it. Kills it after `time` and returns `None`, without waiting for
+/// its exit, because it may hang in the kernel.
 fn wait_or_kill(command: &mut Command, time: Duration) -> Option<Exit> {
-    let until = Instant::now() + time;
-    let pid = command.pid;
-    let pidfd = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok())?;
-    let mut has_log = command.log.is_some();
-    loop {
-        let left = until.saturating_duration_since(Instant::now());
-        let mut fds = vec![PollFd::new(&pidfd, PollFlags::IN)];
-        let log = command.log.as_ref().filter(|_| has_log);
-        fds.extend(log.map(|log| PollFd::new(log, PollFlags::IN)));
-        let timeout = Timespec::try_from(left).ok();
-        let ready = rustix::event::poll(&mut fds, timeout.as_ref());
-        let has_exited = fds.first().is_some_and(|fd| !fd.revents().is_empty());
-        match ready {
-            Err(rustix::io::Errno::INTR) => {}
-            Ok(1..) if has_exited => break,
-            // A log without end does not defer the kill.
-            Ok(1..) if !left.is_zero() => {
-                has_log = command.log.as_mut().is_some_and(|log| log.read() == Log::Open)
-            }
-            _ => {
-                let _ = pidfd_send_signal(&pidfd, Signal::KILL);
-                return None;
-            }
-        }
+    let exited = command.wait(Some(Instant::now() + time)).ok().flatten();
+    if exited.is_none() {
+        // Not reaped yet, so the pid cannot have been reused.
+        let _ = sys::kill(command.pid, libc::SIGKILL);
     }
-    let exit = exits::exit_of_child(pid);
-    exits::reap(pid);
-    exit
+    exited
 }
 
 /// Kills commands of the runtime that the shim has left, and their children, which the kernel does
@@ -198,8 +174,7 @@ fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
 }
 
 fn run(runtime: &Runtime, id: &str, bundle: &Path, until: Instant) -> Result<(), Error> {
-    let log = LogPipe::new(0)?;
-    let mut command = runtime.start(&["delete", "--force", id], &Place::default(), log)?;
+    let mut command = runtime.start(&["delete", "--force", id], &Place::default())?;
     match wait_or_kill(&mut command, until.saturating_duration_since(Instant::now())) {
         Some(exit) if exit.status == 0 => Ok(()),
         Some(exit) => Err(command.failure("failed to delete task", exit.status, Some(bundle))),

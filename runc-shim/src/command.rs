@@ -1,14 +1,19 @@
 //! A command of the runtime, or a helper, that was started, and its error.
 
+use std::io;
 use std::path::Path;
+use std::time::Instant;
 
 use containerd_shim_protos::ttrpc::proto::Status;
 use protobuf::Message as _;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::Deserialize;
 
 use crate::error::{Code, Error};
-use crate::log_pipe::LogPipe;
-use crate::output_file::{self, OutputFile};
+use crate::exits::{self, Exit};
+use crate::output_pipe::{self, OutputPipe, Progress, Watch};
 
 /// A command that was started.
 #[derive(Debug)]
@@ -16,20 +21,64 @@ pub struct Command {
     /// The pid.
     pub pid: i32,
     /// The log; `None` for a helper.
-    pub log: Option<LogPipe>,
-    /// The file that receives the standard streams, if they are kept.
-    pub output: Option<OutputFile>,
+    pub log: Option<OutputPipe>,
+    /// The standard output and error, if they are kept.
+    pub output: Option<OutputPipe>,
 }
 
 impl Command {
-    /// A helper and the file that receives its standard output.
-    pub fn without_log(pid: i32, output: OutputFile) -> Self {
+    /// A command without a log, such as a helper, and its output.
+    pub fn without_log(pid: i32, output: OutputPipe) -> Self {
         Self { pid, log: None, output: Some(output) }
     }
 
-    /// The output of the command on its standard streams, if it was kept.
-    fn output(&mut self) -> Vec<u8> {
-        self.output.as_mut().map(OutputFile::content).unwrap_or_default()
+    /// The pipes to which the command writes.
+    pub fn pipes_mut(&mut self) -> impl Iterator<Item = &mut OutputPipe> {
+        self.log.iter_mut().chain(&mut self.output)
+    }
+
+    /// Those that have not ended.
+    pub fn open_pipes(&self) -> impl Iterator<Item = &OutputPipe> {
+        self.log.iter().chain(&self.output).filter(|pipe| pipe.watch != Watch::Ended)
+    }
+
+    /// The end of what the command has written to its standard streams, if it was kept.
+    pub fn output(&mut self) -> Vec<u8> {
+        self.output.as_mut().map(|output| output.content().to_owned()).unwrap_or_default()
+    }
+
+    /// Waits until the command has exited, and reaps it. Reads what it writes meanwhile. `None`:
+    /// the command still runs at this time. Not for the main loop, which does not wait.
+    ///
+    /// # Errors
+    /// No descriptor is available for a pidfd.
+    pub fn wait(&mut self, until: Option<Instant>) -> io::Result<Option<Exit>> {
+        let pid = Pid::from_raw(self.pid).ok_or(Errno::SRCH)?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+        loop {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let timeout = left.and_then(|left| Timespec::try_from(left).ok());
+            let mut fds = vec![PollFd::new(&pidfd, PollFlags::IN)];
+            fds.extend(self.open_pipes().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
+            match rustix::event::poll(&mut fds, timeout.as_ref()) {
+                Err(Errno::INTR) => {}
+                ready => drop(ready?),
+            }
+            if fds.first().is_some_and(|pidfd| !pidfd.revents().is_empty()) {
+                let exit = exits::exit_of_child(self.pid);
+                exits::reap(self.pid);
+                return Ok(exit);
+            }
+            // Also if the command writes without end.
+            if left.is_some_and(|left| left.is_zero()) {
+                return Ok(None);
+            }
+            for pipe in self.pipes_mut() {
+                if pipe.watch != Watch::Ended && pipe.read() == Progress::Ended {
+                    pipe.watch = Watch::Ended;
+                }
+            }
+        }
     }
 
     /// The error of a command that has failed: the last error of its log, or its output, or its
@@ -48,7 +97,7 @@ impl Command {
         }
         let log = String::from_utf8_lossy(log);
         let reason = last_error(&log)
-            .or_else(|| Some(output_file::text(&output)).filter(|output| !output.is_empty()))
+            .or_else(|| Some(output_pipe::last_text(&output)).filter(|output| !output.is_empty()))
             .unwrap_or_else(|| format!("exit status {status}"));
         Error::unknown(format!("{what}: {reason}"))
     }

@@ -2,11 +2,13 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use rustix::event::epoll::EventFlags;
 
+use crate::command::Command;
 use crate::container::state::{Event, Notice};
 use crate::error::{Code, Context as _, Error};
 use crate::exits::Exit;
@@ -14,7 +16,7 @@ use crate::helper::{self, Action, Work};
 use crate::io::Stdio;
 use crate::io::console::ConsoleSocket;
 use crate::job::{Job, Purpose};
-use crate::log_pipe::{Log, LogPipe};
+use crate::output_pipe::{Progress, Watch};
 use crate::process_key::ProcessKey;
 use crate::reactor::Source;
 use crate::response::{self, Answer};
@@ -22,6 +24,9 @@ use crate::runtime::{self, Place};
 use crate::server::Reply;
 use crate::shim::Shim;
 use crate::{deadlines, events, options};
+
+/// Delay between two reads of a pipe that epoll cannot watch.
+const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
 
 impl Shim {
     /// Starts a command of the runtime. A container is busy until a command for it, and not for one
@@ -49,19 +54,17 @@ impl Shim {
         if purpose.is_limited() {
             deadlines::check(reply)?;
         }
-        // First: a command whose log cannot be watched would wait until the pipe is read.
-        let log = LogPipe::new(self.new_id())?;
-        self.reactor.add(&log, Source::Log(log.id), EventFlags::IN).context("watch log")?;
         let missing = || Error::not_found("container not created");
         let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
         // The working directory identifies the commands of a dead shim to `cleanup::delete`.
         let bundle = container.open_bundle().ok();
         let here = bundle.as_ref().map(|bundle| bundle.as_fd());
         let place = Place { directory: place.directory.or(here), ..*place };
-        let command = container.runtime.start(arguments, &place, log)?;
+        let mut command = container.runtime.start(arguments, &place)?;
         if key.exec.is_empty() {
             container.busy.get_or_insert_default();
         }
+        self.watch_output(&mut command);
         self.jobs.insert(command.pid, Job::new(command, purpose, key, reply));
         Ok(())
     }
@@ -79,19 +82,51 @@ impl Shim {
         let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
         let (namespace, bundle) = (self.namespace.as_str(), container.bundle.as_path());
         let work = Work { action, namespace, id: &key.id, bundle, input_file };
-        let command = helper::start(&work)?;
+        let mut command = helper::start(&work)?;
         container.busy.get_or_insert_default();
+        self.watch_output(&mut command);
         self.jobs.insert(command.pid, Job::new(command, purpose, key, reply));
         Ok(())
     }
 
-    /// Reads the log of a running command.
-    pub fn log_ready(&mut self, id: u32) {
-        let logs = self.jobs.values_mut().filter_map(|job| job.command.log.as_mut());
-        let Some(log) = logs.into_iter().find(|log| log.id == id) else { return };
-        if log.read() == Log::Ended {
+    /// Has epoll report what a command writes.
+    fn watch_output(&mut self, command: &mut Command) {
+        for pipe in command.pipes_mut() {
+            pipe.id = self.new_id();
+            let source = Source::Output(pipe.id);
+            if self.reactor.add(&*pipe, source, EventFlags::IN).is_ok() {
+                pipe.watch = Watch::Epoll;
+            }
+        }
+    }
+
+    /// Reads what a command has written.
+    pub fn output_ready(&mut self, id: u32) {
+        let mut pipes = self.jobs.values_mut().flat_map(|job| job.command.pipes_mut());
+        let Some(pipe) = pipes.find(|pipe| pipe.watch == Watch::Epoll && pipe.id == id) else {
+            return;
+        };
+        if pipe.read() == Progress::Ended {
+            pipe.watch = Watch::Ended;
             // It fails only if nothing is watched.
-            let _ = self.reactor.remove(&log);
+            let _ = self.reactor.remove(&*pipe);
+        }
+    }
+
+    /// When the pipes that epoll cannot watch are read: the node has no memory or too many watches.
+    pub fn output_deadline(&self) -> Option<Instant> {
+        let mut pipes = self.jobs.values().flat_map(|job| job.command.open_pipes());
+        let is_unwatched = pipes.any(|pipe| pipe.watch == Watch::Timer);
+        is_unwatched.then(|| Instant::now() + UNWATCHED_WAIT)
+    }
+
+    /// Reads these pipes.
+    pub fn read_unwatched_output(&mut self) {
+        let pipes = self.jobs.values_mut().flat_map(|job| job.command.pipes_mut());
+        for pipe in pipes.filter(|pipe| pipe.watch == Watch::Timer) {
+            if pipe.read() == Progress::Ended {
+                pipe.watch = Watch::Ended;
+            }
         }
     }
 

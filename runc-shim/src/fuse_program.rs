@@ -7,12 +7,11 @@ use std::os::fd::AsFd as _;
 use std::path::Path;
 
 use containerd_shim_protos::api::Mount;
-use rustix::io::Errno;
-use rustix::process::{Pid, WaitOptions, WaitStatus, waitpid};
 
-use crate::error::{Context as _, Error};
-use crate::output_file::OutputFile;
-use crate::{output_file, runtime, sys};
+use crate::command::Command;
+use crate::error::{Code, Context as _, Error};
+use crate::output_pipe::OutputPipe;
+use crate::{exits, output_pipe, runtime, sys};
 
 /// Prefixes of mount types, and the program that makes such a mount.
 const PROGRAMS: [(&str, &str); 2] = [("fuse.", "mount.fuse"), ("fuse3.", "mount.fuse3")];
@@ -40,48 +39,40 @@ impl<'a> FuseProgram<'a> {
     /// The program is not installed, or has failed; with its output.
     pub fn mount(self, mount: &Mount, target: &Path) -> Result<(), Error> {
         let Self { program, file_system } = self;
-        let target = target.display().to_string();
-        let mut words = vec![program, &mount.source, &target];
+        let not_text = || {
+            let target = target.display();
+            Error::new(Code::INVALID_ARGUMENT, format!("mount point {target} is not UTF-8"))
+        };
+        let mut words = vec![program, &mount.source, target.to_str().ok_or_else(not_text)?];
         for option in &mount.options {
             words.extend(["-o", option]);
         }
         words.extend(["-t", file_system]);
         let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
-        let path = runtime::find_program(program)?;
+        let path = runtime::find_program(program)
+            .context("the mount needs this program in the PATH of pause-sandboxer")?;
         let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
-        // Not a pipe: the file system's process may keep it open, and may write to it later.
-        let mut output = OutputFile::new()?;
+        let (output, writer) = OutputPipe::new()?;
         let spawned = sys::spawn(&sys::Spawn {
             program: &path,
             arguments: &words,
             environment: &runtime::environment(),
             directory: None,
-            descriptors: &[(null.as_fd(), 0), (output.as_fd(), 1), (output.as_fd(), 2)],
+            descriptors: &[(null.as_fd(), 0), (writer.as_fd(), 1), (writer.as_fd(), 2)],
             dies_with_parent: true,
         });
         let pid = spawned.context(format_args!("exec {program}"))?;
-        let status = wait(pid).context(format_args!("wait for {program}"))?;
-        if status.exit_status() == Some(0) {
+        drop(writer);
+        let mut command = Command::without_log(pid, output);
+        // The shim kills it at the deadline. The file system's process may keep the pipe open.
+        let exit = command.wait(None).context(format_args!("wait for {program}"))?;
+        let status = exit.map_or(exits::UNKNOWN, |exit| exit.status);
+        if status == 0 {
             return Ok(());
         }
-        let how = match (status.exit_status(), status.terminating_signal()) {
-            (Some(status), _) => format!("exit status {status}"),
-            (None, Some(signal)) => format!("killed by signal {signal}"),
-            (None, None) => "unknown exit".to_owned(),
-        };
-        let output = output_file::text(&output.content());
-        Err(Error::unknown(format!("{program} failed: {how}: {output}")))
-    }
-}
-
-/// Waits for a child.
-fn wait(pid: i32) -> rustix::io::Result<WaitStatus> {
-    loop {
-        match waitpid(Pid::from_raw(pid), WaitOptions::empty()) {
-            Ok(Some((_, status))) => return Ok(status),
-            Ok(None) | Err(Errno::INTR) => {}
-            Err(e) => return Err(e),
-        }
+        let output = output_pipe::last_text(&command.output());
+        let separator = if output.is_empty() { "" } else { ": " };
+        Err(Error::unknown(format!("{program} failed: exit status {status}{separator}{output}")))
     }
 }
 

@@ -15,7 +15,7 @@ use crate::arguments::Arguments;
 use crate::cgroup::Cgroup;
 use crate::command::Command;
 use crate::error::{Context as _, Error};
-use crate::output_file::OutputFile;
+use crate::output_pipe::OutputPipe;
 use crate::runtime::{self, INPUT_FD};
 use crate::{mounts, sys};
 
@@ -103,10 +103,10 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
         environment.push(runtime::string(&mark(work.id))?);
     }
     let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
-    let output = OutputFile::new()?;
+    let (output, writer) = OutputPipe::new()?;
     // Not the streams of this process: a reader that waits until they are closed would also wait
     // for the helper.
-    let mut descriptors = vec![(null.as_fd(), 0), (output.as_fd(), 1), (null.as_fd(), 2)];
+    let mut descriptors = vec![(null.as_fd(), 0), (writer.as_fd(), 1), (null.as_fd(), 2)];
     descriptors.extend(work.input_file.map(|input_file| (input_file, INPUT_FD)));
     // The working directory identifies the helper to `cleanup::delete`. A bundle that was removed
     // has no mounts.
@@ -145,18 +145,23 @@ fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {
         }
         Action::Unmount => mounts::unmount_bundle(bundle),
         Action::RemoveCgroup => {
-            let path = input("read cgroup")?;
-            Cgroup::named(&String::from_utf8_lossy(&path), &arguments.id)
-                .map_or(Ok(()), |cgroup| cgroup.remove())
+            let path = String::from_utf8(input("read cgroup")?)
+                .map_err(|_| Error::unknown("read cgroup: the path is not UTF-8"))?;
+            Cgroup::named(&path, &arguments.id).map_or(Ok(()), |cgroup| cgroup.remove())
         }
     }
 }
 
-/// The content of the input file. It is closed: a program that the helper runs does not get it.
-fn input(what: &str) -> Result<Vec<u8>, Error> {
-    let file = sys::inherited(INPUT_FD).ok_or_else(|| Error::unknown("no input file"))?;
+/// The content of the input file, which is closed then: a program that the helper runs does not get
+/// it. `step` is for the error.
+///
+/// # Errors
+/// The file is not open, or cannot be read.
+fn input(step: &str) -> Result<Vec<u8>, Error> {
+    let closed = || Error::unknown(format!("{step}: descriptor {INPUT_FD} is not open"));
+    let file = sys::inherited(INPUT_FD).ok_or_else(closed)?;
     let mut content = Vec::new();
-    File::from(file).read_to_end(&mut content).context(what)?;
+    File::from(file).read_to_end(&mut content).context(step)?;
     Ok(content)
 }
 

@@ -50,7 +50,7 @@ impl Shim {
             Source::Logger(id) => self.logger_ready(id),
             Source::OomWatch(id) => self.oom_event(id),
             Source::PauseProcess => self.pause_process_ready(),
-            Source::Log(id) => self.log_ready(id),
+            Source::Output(id) => self.output_ready(id),
         }
     }
 
@@ -107,6 +107,7 @@ impl Shim {
             self.server.deadline(),
             self.discard_deadline(),
             self.call_deadline(),
+            self.output_deadline(),
             self.shutdown_deadline,
         ];
         drains.chain(pending).chain(loggers).chain(rest.into_iter().flatten()).min()
@@ -119,6 +120,7 @@ impl Shim {
         if self.more_exits {
             self.reap();
         }
+        self.read_unwatched_output();
         if due(self.server.deadline()) {
             self.server.retry(&self.reactor);
         }

@@ -33,8 +33,8 @@ pub enum Source {
     OomWatch(u32),
     /// The pidfd of the pause process.
     PauseProcess,
-    /// The log of a running command of the runtime, by its id.
-    Log(u32),
+    /// The log or the output of a running command, by the id of the pipe.
+    Output(u32),
 }
 
 impl Source {
@@ -49,7 +49,7 @@ impl Source {
             Self::OomWatch(id) => (6, id),
             Self::PauseProcess => (7, 0),
             Self::Copier => (8, 0),
-            Self::Log(id) => (9, id),
+            Self::Output(id) => (9, id),
         };
         kind << 32 | u64::from(id)
     }
@@ -66,7 +66,7 @@ impl Source {
             6 => Self::OomWatch(id),
             7 => Self::PauseProcess,
             8 => Self::Copier,
-            9 => Self::Log(id),
+            9 => Self::Output(id),
             _ => return None,
         })
     }
@@ -156,7 +156,7 @@ mod tests {
             Source::OomWatch(1),
             Source::PauseProcess,
             Source::Copier,
-            Source::Log(2),
+            Source::Output(2),
         ];
         for source in all {
             assert_eq!(Source::decode(source.encode()), Some(source));

@@ -12,8 +12,7 @@ use rustix::fs::MemfdFlags;
 
 use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
-use crate::log_pipe::LogPipe;
-use crate::output_file::OutputFile;
+use crate::output_pipe::OutputPipe;
 use crate::sys;
 
 /// The descriptors of a command's log and of its input file.
@@ -85,14 +84,8 @@ impl Runtime {
         Err(Error::new(Code::ALREADY_EXISTS, message))
     }
 
-    /// Starts a command. `log` is to be read while it runs: the command waits when the pipe is
-    /// full.
-    pub fn start(
-        &self,
-        arguments: &[&str],
-        place: &Place<'_>,
-        mut log: LogPipe,
-    ) -> Result<Command, Error> {
+    /// Starts a command. Its pipes are to be read while it runs: it waits when one is full.
+    pub fn start(&self, arguments: &[&str], place: &Place<'_>) -> Result<Command, Error> {
         let name = if self.binary.is_empty() { "runc" } else { &self.binary };
         let program = find_program(name)?;
         let log_path = format!("/proc/self/fd/{LOG_FD}");
@@ -104,15 +97,14 @@ impl Runtime {
         words.extend(arguments);
         let words = words.into_iter().map(string).collect::<Result<Vec<_>, _>>()?;
         let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
-        let output = place.stdio.is_none().then(OutputFile::new).transpose()?;
-        let log_writer = log.take_writer();
+        let (log, log_writer) = OutputPipe::new()?;
+        let output = place.stdio.is_none().then(OutputPipe::new).transpose()?;
         let [input, out, err] = match (&place.stdio, &output) {
             (Some(stdio), _) => stdio.map(|fd| fd.unwrap_or(null.as_fd())),
-            (None, Some(output)) => [null.as_fd(), output.as_fd(), output.as_fd()],
+            (None, Some((_, writer))) => [null.as_fd(), writer.as_fd(), writer.as_fd()],
             (None, None) => [null.as_fd(); 3],
         };
-        let mut descriptors = vec![(input, 0), (out, 1), (err, 2)];
-        descriptors.extend(log_writer.as_ref().map(|writer| (writer.as_fd(), LOG_FD)));
+        let mut descriptors = vec![(input, 0), (out, 1), (err, 2), (log_writer.as_fd(), LOG_FD)];
         descriptors.extend(place.input_file.map(|input_file| (input_file, INPUT_FD)));
         let spawned = sys::spawn(&sys::Spawn {
             program: &program,
@@ -123,7 +115,7 @@ impl Runtime {
             dies_with_parent: true,
         });
         let pid = spawned.context(format_args!("exec {name}"))?;
-        Ok(Command { pid, log: Some(log), output })
+        Ok(Command { pid, log: Some(log), output: output.map(|(output, _)| output) })
     }
 }
 

@@ -113,7 +113,7 @@ impl Shim {
         self.shutdown_deadline.get_or_insert(Instant::now() + SHUTDOWN_TIMEOUT);
     }
 
-    /// A new id for a console socket, a pending start or a memory watch.
+    /// A new id for a console socket, a pending start, a memory watch or a pipe.
     pub fn new_id(&mut self) -> u32 {
         self.last_id = self.last_id.wrapping_add(1);
         self.last_id

@@ -18,12 +18,13 @@ const STACK: usize = 16 << 10;
 /// Descriptors of a child are moved to this number or above before they get their final numbers.
 const ABOVE: c_int = 32;
 
-/// Takes over a descriptor that this process was started with; `None` if it is not open.
+/// Takes over a descriptor that this process was started with; `None` if it is not open. To be
+/// called once for each number, before this process opens a file.
 pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
     // SAFETY: fcntl with F_SETFD takes no pointer.
     let known = unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
-    // SAFETY: the descriptor is open, and `main` takes each inherited one over once, before
-    // anything else opens one.
+    // SAFETY: the descriptor is open and has no other owner: `serve` and `helper::input` take over
+    // one number each, once, before anything else opens a file.
     known.then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

@@ -1,6 +1,7 @@
 //! Bounds of what callers can have the shim keep.
 
 use std::io::Write as _;
+use std::time::Duration;
 
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message as _;
@@ -36,7 +37,7 @@ fn too_many_calls_that_wait_for_a_command_are_refused() {
     let (with, began, go) = slow_runtime(&pod, "pause");
     pod.run("a", "exec sleep 1000", &with);
     let mut socket = pod.socket();
-    socket.set_read_timeout(Some(std::time::Duration::from_secs(30))).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let (mut pause, mut resume) = (PauseRequest::new(), ResumeRequest::new());
     (pause.id, resume.id) = (pod.id("a"), pod.id("a"));
     socket.write_all(&frame(1, "Pause", &pause)).unwrap();
@@ -61,14 +62,15 @@ fn too_many_calls_that_wait_for_a_command_are_refused() {
     pod.shut_down();
 }
 
-/// A runtime that writes 8 MB to its log and to its output before `action`, and `then`.
+/// A runtime that, before `action`, writes 8 MB to its log (`$4`) and to its output, and then runs
+/// `then`.
 fn talkative_runtime(pod: &Pod, action: &str, then: &str) -> Container {
     let path = pod.path("talks");
     let runtime = runtime().display().to_string();
     let text = format!(
         "case \" $* \" in *\" {action} \"*)\n\
          yes '{{\"level\":\"debug\",\"msg\":\"x\"}}' | head -n 300000 >>$4\n\
-         yes output | head -c 8000000\n\
+         yes output | head -c 8000000; echo output >/dev/stderr\n\
          {then};; esac\n\
          exec {runtime} \"$@\""
     );
@@ -79,7 +81,7 @@ fn talkative_runtime(pod: &Pod, action: &str, then: &str) -> Container {
 }
 
 #[test]
-fn a_runtime_that_logs_without_end_takes_no_memory_and_its_last_error_is_reported() {
+fn the_last_error_of_a_runtime_that_writes_8_mb_is_reported_and_the_rest_is_not_kept() {
     let mut pod = Pod::new();
     let then = "echo '{\"level\":\"error\",\"msg\":\"the reason\"}' >>$4; exit 1";
     pod.run("a", "exec sleep 1000", &talkative_runtime(&pod, "pause", then));
@@ -99,7 +101,31 @@ fn a_runtime_that_logs_without_end_takes_no_memory_and_its_last_error_is_reporte
 }
 
 #[test]
-fn a_deletion_after_a_dead_shim_reads_the_log_of_the_runtime() {
+fn a_runtime_that_closes_its_log_and_its_output_costs_no_time() {
+    let mut pod = Pod::new();
+    let path = pod.path("closes");
+    let runtime = runtime().display().to_string();
+    let text = format!(
+        "case \" $* \" in *\" pause \"*) exec 3>&- >/dev/null 2>&1; sleep 1; exit 1;; esac\n\
+         exec {runtime} \"$@\""
+    );
+    script(&path, &text);
+    let mut with = Container::default();
+    with.options.binary_name = path;
+    pod.run("a", "exec sleep 1000", &with);
+    let mut request = PauseRequest::new();
+    request.id = pod.id("a");
+    let before = pod.time();
+    let error = pod.client.pause(context(), &request).unwrap_err().to_string();
+    assert!(error.contains("runtime pause failed: exit status 1"), "{error}");
+    let spent = pod.time() - before;
+    assert!(spent < Duration::from_millis(100), "it spins: {spent:?}");
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn a_runtime_that_writes_8_mb_deletes_a_container_of_a_dead_shim() {
     let mut pod = Pod::new();
     pod.run("a", "exec sleep 1000", &talkative_runtime(&pod, "delete", ":"));
     pod.shim.kill().unwrap();
@@ -118,7 +144,7 @@ fn too_many_connections_wait_for_their_turn() {
     let before = open_files();
     let mut many: Vec<_> = (0..MOST + 50).map(|_| pod.socket()).collect();
     eventually("connections", || (open_files() >= before + MOST - 1).then_some(()));
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    std::thread::sleep(Duration::from_millis(300));
     assert_eq!(open_files(), before + MOST - 1);
     pod.client.connect(context(), &ConnectRequest::new()).unwrap();
     many.drain(..100);

@@ -128,7 +128,7 @@ fn what_a_dead_shim_has_left_is_deleted() {
 }
 
 #[test]
-fn a_program_that_cannot_be_executed_after_the_creation_is_no_death_by_a_signal() {
+fn a_program_that_cannot_be_executed_exits_with_a_status_and_not_by_a_signal() {
     let mut pod = Pod::new();
     let shell = pod.path("root/bin/sh");
     std::fs::remove_file(&shell).unwrap();
@@ -136,7 +136,7 @@ fn a_program_that_cannot_be_executed_after_the_creation_is_no_death_by_a_signal(
     kit::write_program(&shell, &[1, 2, 3, 4]).unwrap();
     pod.create("a", "true", &Container::default());
     pod.start("a", "").unwrap();
-    // Its first process may still write to the log of the creation.
+    // The first process may write to the log of the command that has created it, which has ended.
     let status = pod.wait("a", "").unwrap();
     assert!((1..128).contains(&status) || status == 255, "{status}");
     pod.delete("a", "").unwrap();

@@ -2,7 +2,6 @@
 //! starts.
 
 use std::io::Read as _;
-use std::path::Path;
 use std::time::Duration;
 
 use containerd_shim_protos::api::Mount;
@@ -64,13 +63,16 @@ fn nothing_is_left(pod: &Pod, id: &str) {
     eventually("the end of the file system", || servers(pod, id).is_empty().then_some(()));
 }
 
-/// Whether `mount.fuse`, `mount.fuse3` and fuse-overlayfs are installed.
-fn has_fuse() -> bool {
+fn is_installed(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap();
-    let has = |name: &&str| std::env::split_paths(&path).any(|dir| exists(dir.join(name)));
-    let all = ["mount.fuse", "mount.fuse3", "fuse-overlayfs"].iter().all(has);
-    if !all || !exists("/dev/fuse") {
-        kit::skip("no FUSE, or no fuse-overlayfs: tests/kit/fetch-programs has it");
+    std::env::split_paths(&path).any(|dir| exists(dir.join(name)))
+}
+
+/// Whether a test with fuse-overlayfs can run; else it is counted as skipped.
+fn has_fuse_overlayfs() -> bool {
+    let has_all = ["mount.fuse", "mount.fuse3", "fuse-overlayfs"].into_iter().all(is_installed);
+    if !has_all || !exists("/dev/fuse") {
+        kit::skip("no FUSE, or no fuse-overlayfs: tests/kit/fetch-programs fetches it");
         return false;
     }
     true
@@ -78,7 +80,7 @@ fn has_fuse() -> bool {
 
 #[test]
 fn a_file_system_of_a_fuse_program_lives_as_long_as_its_container() {
-    if !has_fuse() {
+    if !has_fuse_overlayfs() {
         return;
     }
     let mut pod = Pod::new();
@@ -94,7 +96,8 @@ fn a_file_system_of_a_fuse_program_lives_as_long_as_its_container() {
         let shared: Vec<String> =
             open_files(server).into_iter().filter(|file| of_shim.contains(file)).collect();
         assert!(shared.iter().all(|file| file == "/dev/null"), "{shared:?}");
-        assert!(!open_files(server).iter().any(|file| file.starts_with("/memfd:runtime")));
+        let is_input = |file: &String| file.starts_with("/memfd:");
+        assert!(!open_files(server).iter().any(is_input), "the input of the helper");
         let environment = std::fs::read(format!("/proc/{server}/environ")).unwrap();
         assert!(!String::from_utf8_lossy(&environment).contains("TTRPC_ADDRESS"));
         pod.kill("a", "", 9).unwrap();
@@ -108,7 +111,7 @@ fn a_file_system_of_a_fuse_program_lives_as_long_as_its_container() {
 
 #[test]
 fn a_fuse_program_mounts_below_the_root_and_not_through_a_link_of_the_image() {
-    if !has_fuse() {
+    if !has_fuse_overlayfs() {
         return;
     }
     let mut pod = Pod::new();
@@ -133,7 +136,7 @@ fn a_fuse_program_mounts_below_the_root_and_not_through_a_link_of_the_image() {
 
 #[test]
 fn a_dead_shim_leaves_no_file_system_of_a_fuse_program() {
-    if !has_fuse() {
+    if !has_fuse_overlayfs() {
         return;
     }
     for by_daemon in [false, true] {
@@ -182,27 +185,46 @@ fn an_error_of_a_fuse_program_reaches_the_caller() {
     std::fs::remove_file(programs.path().join("mount.fuse3")).unwrap();
     let error = pod.try_create("c", "true", &with).unwrap_err().to_string();
     // The node may have one.
-    let reason = if has_fuse() { "mount.fuse3 failed" } else { "not found in $PATH" };
+    let has_own = is_installed("mount.fuse3");
+    let reason = if has_own { "mount.fuse3 failed" } else { "not found in $PATH" };
     assert!(error.contains("mount.fuse3") && error.contains(reason), "{error}");
     pod.shut_down();
 }
 
+/// A program that hangs and has started another, whose pid is in the file that is its source.
+const HANGS: &str =
+    "sh -c 'sleep 1000 & echo $! >\"$0.new\"; mv \"$0.new\" \"$0\"; wait' \"$1\" & wait";
+
+/// A container whose root file system such a program mounts, and that file.
+fn hanging_container(pod: &Pod) -> (Container, String) {
+    let child = pod.path("child");
+    let mut with = container(pod, "fuse3.some-system");
+    with.rootfs[0].source.clone_from(&child);
+    (with, child)
+}
+
+/// The directory in `/proc` of the process that a file names.
+fn process_of(file: &str) -> String {
+    format!("/proc/{}", std::fs::read_to_string(file).unwrap().trim())
+}
+
+fn has_ended(process: &str) {
+    eventually("its end", || (!exists(process)).then_some(()));
+}
+
 #[test]
-fn a_fuse_program_that_hangs_ends_at_the_deadline() {
-    let programs = stand_in("echo $$ >\"$1\"; sleep 1000");
+fn a_fuse_program_that_hangs_is_killed_at_the_deadline_with_what_it_has_started() {
+    let programs = stand_in(HANGS);
     let mut pod = Pod::with_programs(programs.path());
-    let began = pod.path("began");
-    let mut with = container(&pod, "fuse3.some-system");
-    with.rootfs[0].source.clone_from(&began);
-    let limit = Duration::from_secs(2);
+    let (with, child) = hanging_container(&pod);
     // The caller waits as long.
-    pod.try_create_within("a", "true", &with, limit).unwrap_err();
-    assert!(exists(&began));
-    nothing_is_left(&pod, "a");
+    pod.try_create_within("a", "true", &with, Duration::from_secs(2)).unwrap_err();
+    has_ended(&process_of(&child));
     eventually("the end of the creation", || match pod.delete("a", "") {
         Err(error) => (code(&error) == Code::NOT_FOUND).then_some(()),
         Ok(_) => None,
     });
+    nothing_is_left(&pod, "a");
     pod.shut_down();
 }
 
@@ -210,33 +232,31 @@ fn a_fuse_program_that_hangs_ends_at_the_deadline() {
 #[test]
 fn a_shim_that_is_killed_during_a_fuse_mount_leaves_no_program() {
     for by_daemon in [false, true] {
-        let text =
-            "sh -c 'sleep 1000 & echo $! >\"$0.new\"; mv \"$0.new\" \"$0\"; wait' \"$1\" & wait";
-        let programs = stand_in(text);
+        let programs = stand_in(HANGS);
         let mut pod = Pod::with_programs(programs.path());
-        let child = pod.path("child");
-        let mut with = container(&pod, "fuse3.some-system");
-        with.rootfs[0].source.clone_from(&child);
+        let (with, child) = hanging_container(&pod);
         std::thread::scope(|scope| {
             scope.spawn(|| pod.try_create("a", "true", &with).unwrap_err());
             eventually("a child of the program", || exists(&child).then_some(()));
             signal(&pod.shim, libc::SIGKILL);
         });
         pod.shim.wait().unwrap();
-        let child = format!("/proc/{}", std::fs::read_to_string(&child).unwrap().trim());
+        let child = process_of(&child);
         assert!(exists(&child));
         match by_daemon {
             true => pod.delete_by_daemon("a"),
             false => pod.delete_after_shim("a"),
         };
-        eventually("its end", || (!exists(&child)).then_some(()));
+        has_ended(&child);
         nothing_is_left(&pod, "a");
     }
 }
 
+/// A wait for the end of the output would last forever.
 #[test]
-fn a_file_system_that_writes_to_its_streams_delays_and_fills_nothing() {
-    let text = "mount -t tmpfs tmpfs \"$2\" && cp -a \"$1\"/. \"$2\"; cd /; yes 2>/dev/null &";
+fn a_file_system_that_keeps_its_streams_open_delays_nothing() {
+    let text = "mount -t tmpfs tmpfs \"$2\" && cp -a \"$1\"/. \"$2\"; echo x >/dev/stderr\n\
+                sleep 1000 & echo $! >\"$1.pid\"";
     let programs = stand_in(text);
     let mut pod = Pod::with_programs(programs.path());
     let mut with = container(&pod, "fuse3.some-system");
@@ -245,6 +265,8 @@ fn a_file_system_that_writes_to_its_streams_delays_and_fills_nothing() {
     assert_eq!(pod.wait("a", "").unwrap(), 3);
     pod.delete("a", "").unwrap();
     nothing_is_left(&pod, "a");
-    assert!(Path::new(&pod.path("s")).exists());
+    let pid = std::fs::read_to_string(pod.path("root.pid")).unwrap();
+    let pid = rustix::process::Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
     pod.shut_down();
 }

@@ -146,6 +146,7 @@ impl Node {
         {
             shim::prepare(sandboxer)?;
         }
+        // The snapshotter needs them before there is a config.
         for directory in ["root", "logs"] {
             std::fs::create_dir_all(self.layout.top.join(directory))?;
         }

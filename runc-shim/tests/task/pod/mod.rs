@@ -4,6 +4,7 @@
 mod container;
 mod containerd;
 mod fifo;
+mod usage;
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -183,13 +184,6 @@ impl Pod {
     /// The same without a client.
     pub fn socket(&self) -> UnixStream {
         UnixStream::connect(self.dir.path().join("s")).unwrap()
-    }
-
-    /// The memory of the shim that it shares with no other, kB.
-    pub fn memory(&self) -> u64 {
-        let text = fs::read_to_string(format!("/proc/{}/status", self.shim.id())).unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse().unwrap()
     }
 
     /// Takes no events any more.

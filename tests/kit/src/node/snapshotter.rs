@@ -3,13 +3,13 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use nix::mount::{MntFlags, MsFlags};
 
 use crate::config::Layout;
 use crate::process::Process;
-use crate::{node, until};
 
 /// The name of the fuse-overlayfs snapshotter, and its program, which is in `PATH`.
 const FUSE_OVERLAYFS: &str = "fuse-overlayfs";
@@ -38,11 +38,11 @@ impl Snapshotter {
         let mut command = Command::new(PROGRAM);
         command.arg(&socket).arg(root(layout));
         let mut process = Process::spawn(command, &layout.top.join("logs/snapshotter.log"))?;
-        until("the snapshotter's socket", node::DAEMON, async || {
-            socket.exists().then_some(()).context("it is not there")
-        })
-        .await?;
-        process.check()?;
+        while !socket.exists() {
+            // It ends at once where it cannot mount with FUSE; its log has the reason.
+            process.check()?;
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
         let config = format!(
             "\n[proxy_plugins.{FUSE_OVERLAYFS}]\ntype = \"snapshot\"\naddress = {socket:?}\n"
         );
