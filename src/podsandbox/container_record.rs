@@ -37,6 +37,13 @@ enum Goal {
     Nothing,
 }
 
+impl Goal {
+    /// Nothing waits for the goal, while the call of containerd that has caused it still runs.
+    fn follows_a_call(self) -> bool {
+        matches!(self, Self::Task | Self::Nothing)
+    }
+}
+
 /// The progress towards a goal.
 #[derive(Debug, Default)]
 struct Progress {

@@ -38,6 +38,10 @@ const UNANSWERED: u32 = REFUSALS / 2;
 /// How long Start waits for the container's record, which was begun by Create.
 const BEFORE_START: Duration = Duration::from_millis(250);
 
+/// How long a task, and the removal of a container, wait for the end of the call that has caused
+/// them, such as CRI's CreateContainer: containerd writes its database for one call after another.
+const AFTER_CALL: Duration = Duration::from_millis(100);
+
 /// How long the end of a pod's shim waits for the deletion of the sandbox's task.
 const BEFORE_SHIM_ENDS: Duration = Duration::from_secs(2);
 
@@ -244,6 +248,10 @@ async fn work(jobs: Arc<Jobs>) {
     while let Some((goal, goal_number)) = jobs.container.next() {
         if last != Some(goal_number) {
             (failures, refusals, last) = (0, 0, Some(goal_number));
+            if goal.follows_a_call() {
+                jobs.container.wait_for_newer_goal(goal_number, AFTER_CALL).await;
+                continue;
+            }
         }
         let tried = {
             let permits = if goal == Goal::Container { &CONTAINER_PERMITS } else { &TASK_PERMITS };
