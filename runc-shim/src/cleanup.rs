@@ -1,6 +1,7 @@
 //! The command `delete` of the shim: removes the leftovers of a container of a dead shim.
 
 use std::io::Write as _;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -13,10 +14,10 @@ use serde::Deserialize;
 use crate::arguments::Arguments;
 use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
-use crate::exits::Exit;
+use crate::exits::{self, Exit};
 use crate::helper::{self, Action, Work};
 use crate::runtime::{self, Place, Runtime};
-use crate::{container, log, mounts, options, process_key, sys};
+use crate::{container, log, mark, mounts, options, process_key, sys};
 
 /// Time limit for killing commands of the runtime, and the delay between two searches for them.
 /// Commands are killed and the mounts undone within the 5 s that containerd allows for `delete`
@@ -78,6 +79,10 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let again = |e: Error| if Instant::now() < until { delete() } else { Err(e) };
     first.or_else(again).unwrap_or_else(failed);
     unmounted?;
+    // Last, because it may block.
+    if end_marked(&arguments.id) {
+        mounts::detach_bundle(&shim_bundle)?;
+    }
     let exit = Exit::now(137);
     let mut response = DeleteResponse::new();
     response.exit_status = exit.status;
@@ -140,15 +145,35 @@ fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
     }
 }
 
+/// Kills the processes that a helper has started to mount, and that serve what they have mounted,
+/// and waits for their exit. False: there were none.
+fn end_marked(id: &str) -> bool {
+    let until = Instant::now() + COMMANDS_TIMEOUT;
+    let mut any = false;
+    while Instant::now() < until {
+        let marked: Vec<OwnedFd> =
+            mark::marked(id).into_iter().filter(|process| !exits::has_ended(process)).collect();
+        if marked.is_empty() {
+            break;
+        }
+        any = true;
+        for process in marked {
+            let _ = pidfd_send_signal(&process, Signal::KILL);
+        }
+        std::thread::sleep(COMMANDS_POLL);
+    }
+    any
+}
+
 fn commands(runtime: &Runtime, id: &str, bundle: &Path) -> Vec<i32> {
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     pids.filter(|pid| is_command(*pid, runtime, id, bundle)).collect()
 }
 
-/// Whether a process is a command of the runtime for the container, a helper that mounts, or one
-/// that a helper has started to mount: its working directory is the bundle, which no process of a
-/// container can enter, and it has the arguments, or the helper's mark in its environment.
+/// Whether a process is a command of the runtime for the container, or a helper that mounts: its
+/// working directory is the bundle, which no process of a container can enter, and it has the
+/// arguments.
 fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     let file = |name: &str| PathBuf::from(format!("/proc/{pid}/{name}"));
     // The name first, which the kernel knows: an access to the directory itself may block on the
@@ -165,12 +190,10 @@ fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     // A process that has exited has no arguments.
     let line = std::fs::read(file("cmdline")).unwrap_or_default();
     let has = |wanted: &str| line.split(|byte| *byte == 0).any(|word| word == wanted.as_bytes());
-    let helps = ["-id", id, Action::Mount.word()].into_iter().all(has);
-    helps || ["--root", &runtime.root, id].into_iter().all(has) || {
-        let mark = helper::mark(id);
-        let environment = std::fs::read(file("environ")).unwrap_or_default();
-        environment.split(|byte| *byte == 0).any(|entry| entry == mark.as_bytes())
-    }
+    // The action is the last word: an id or a namespace may be the same.
+    let action = line.split(|byte| *byte == 0).rfind(|word| !word.is_empty());
+    let helps = ["-id", id].into_iter().all(has) && action == Some(Action::Mount.word().as_bytes());
+    helps || ["--root", &runtime.root, id].into_iter().all(has)
 }
 
 fn run(runtime: &Runtime, id: &str, bundle: &Path, until: Instant) -> Result<(), Error> {

@@ -133,6 +133,10 @@ impl Shim {
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
         let Job { mut command, purpose, key, reply, limit, is_cancelled, was_killed } = job;
+        for pipe in command.pipes_mut().filter(|pipe| pipe.watch == Watch::Epoll) {
+            // A process that is being started may still have a copy of it.
+            let _ = self.reactor.remove(&*pipe);
+        }
         // Also by another program, such as the kernel's OOM killer.
         let was_interrupted = was_killed || exit.is_by_signal();
         let may_be_frozen = was_interrupted && purpose.may_freeze();

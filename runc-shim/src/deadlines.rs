@@ -77,7 +77,8 @@ fn end_command(job: &Job) {
     let pid = job.command.pid;
     // CRIU has stopped the processes of the container, and must resume them itself.
     let is_alone = matches!(job.purpose, Purpose::Checkpoint(..));
-    let rest = if is_alone { Vec::new() } else { descendants::stop(pid) };
+    let mounts_for = matches!(job.purpose, Purpose::Mount).then_some(job.key.id.as_str());
+    let rest = if is_alone { Vec::new() } else { descendants::stop(pid, mounts_for) };
     // Not reaped yet, so the pid cannot have been reused.
     let _ = sys::kill(pid, libc::SIGKILL);
     for process in rest {

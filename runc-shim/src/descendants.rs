@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::exits::{has_ended, stat};
-use crate::sys;
+use crate::{mark, sys};
 
 /// Maximum number of searches. Each one finds processes that were started before their parent was
 /// stopped.
@@ -20,8 +20,11 @@ struct Process {
 }
 
 /// Stops a child that was not reaped yet, and all processes that descend from it, so that they
-/// start no others. Returns the pidfds of the descendants.
-pub fn stop(child: i32) -> Vec<OwnedFd> {
+/// start no others. Returns the pidfds of the descendants. With `mounts_for`, these include the
+/// processes with the mark of this container whose own parents have exited: they are children of
+/// this process now.
+pub fn stop(child: i32, mounts_for: Option<&str>) -> Vec<OwnedFd> {
+    let own = rustix::process::getpid().as_raw_nonzero().get();
     // Not reaped yet, so the pid cannot have been reused.
     let _ = sys::kill(child, libc::SIGSTOP);
     let mut found: Vec<Process> = Vec::new();
@@ -29,7 +32,9 @@ pub fn stop(child: i32) -> Vec<OwnedFd> {
         let before = found.len();
         for (pid, parent) in processes() {
             if found.iter().all(|known| known.pid != pid)
-                && let Some(process) = descendant(pid, parent, child, &found)
+                && (parent != own
+                    || pid != child && mounts_for.is_some_and(|id| mark::is_on(pid, id)))
+                && let Some(process) = descendant(pid, parent, &[child, own], &found)
             {
                 let _ = pidfd_send_signal(&process.pidfd, Signal::STOP);
                 found.push(process);
@@ -42,10 +47,11 @@ pub fn stop(child: i32) -> Vec<OwnedFd> {
     found.into_iter().map(|process| process.pidfd).collect()
 }
 
-/// The process with this pid, if its parent is `child` or one of `found`.
-fn descendant(pid: i32, parent_pid: i32, child: i32, found: &[Process]) -> Option<Process> {
+/// The process with this pid, if its parent is one of `roots`, which cannot be reused, or one of
+/// `found`.
+fn descendant(pid: i32, parent_pid: i32, roots: &[i32], found: &[Process]) -> Option<Process> {
     let holder = found.iter().find(|known| known.pid == parent_pid);
-    if parent_pid != child && holder.is_none() {
+    if !roots.contains(&parent_pid) && holder.is_none() {
         return None;
     }
     let pidfd = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
@@ -83,7 +89,7 @@ mod tests {
         let mut found = Vec::new();
         // The shells start their programs meanwhile.
         for _ in 0..500 {
-            found = stop(pid);
+            found = stop(pid, None);
             if found.len() == 3 {
                 break;
             }

@@ -17,7 +17,10 @@ use crate::command::Command;
 use crate::error::{Context as _, Error};
 use crate::output_pipe::OutputPipe;
 use crate::runtime::{self, INPUT_FD};
-use crate::{mounts, sys};
+use crate::{mark, mounts, sys};
+
+/// Maximum length of an error message, bytes.
+const MAX_MESSAGE: usize = 32 << 10;
 
 /// The action of a helper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,15 +66,6 @@ pub struct Work<'a> {
     pub input_file: Option<BorrowedFd<'a>>,
 }
 
-/// An environment variable of a helper that mounts and of what it runs: the container's id.
-const MARK: &str = "PAUSE_SANDBOXER_MOUNTS_FOR";
-
-/// The entry of the environment by which `cleanup::delete` finds the processes that a helper has
-/// started to mount.
-pub fn mark(id: &str) -> String {
-    format!("{MARK}={id}")
-}
-
 /// A file in memory that contains the mounts for a helper.
 ///
 /// # Errors
@@ -100,7 +94,7 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
     let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
     let mut environment = runtime::environment();
     if work.action == Action::Mount {
-        environment.push(runtime::string(&mark(work.id))?);
+        environment.push(runtime::string(&mark::entry(work.id))?);
     }
     let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
     let (output, writer) = OutputPipe::new()?;
@@ -130,10 +124,16 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
 pub fn run(action: Action, arguments: &Arguments) -> Result<(), Error> {
     let done = act(action, arguments);
     if let Err(e) = &done {
-        let status = get_status(e.code, &e.message);
+        let status = get_status(e.code, shortened(&e.message));
         std::io::stdout().write_all(&status.write_to_bytes()?).context("write status")?;
     }
     done
+}
+
+/// The begin of a message: the shim keeps no more than 64 KiB of what a helper writes.
+fn shortened(message: &str) -> &str {
+    let end = message.floor_char_boundary(MAX_MESSAGE);
+    message.get(..end).unwrap_or(message)
 }
 
 fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {

@@ -1,14 +1,14 @@
 //! Idmapped mounts (mount options `uidmap` and `gidmap`).
 
 use std::fs::{self, File};
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::CWD;
-use rustix::mount::{MoveMountFlags, OpenTreeFlags, UnmountFlags};
+use rustix::mount::UnmountFlags;
 use rustix::process::{Pid, WaitOptions};
 
 use crate::error::{Code, Context as _, Error};
+use crate::mount_copy::mount_copy;
 use crate::{overlay, sys};
 
 /// The directory in the bundle on which lower directories are mounted until the overlay is made.
@@ -58,12 +58,8 @@ pub fn mount(
     users: BorrowedFd<'_>,
     read_only: bool,
 ) -> Result<(), Error> {
-    let what = || format!("map users of {}", source.display());
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-    let tree = rustix::mount::open_tree(CWD, source, flags).context(what())?;
-    sys::map_mount(tree.as_fd(), users, read_only).context(what())?;
-    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
-    rustix::mount::move_mount(&tree, c"", CWD, target, flags).context(what())
+    mount_copy(source, target, |copy| Ok(sys::map_mount(copy, users, read_only)?))
+        .context(format_args!("map users of {}", source.display()))
 }
 
 /// An idmapped mount of the lower directories of an overlay, detached on drop. The overlay keeps

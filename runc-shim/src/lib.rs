@@ -29,6 +29,8 @@ mod kill;
 mod log;
 mod loop_device;
 mod main_loop;
+mod mark;
+mod mount_copy;
 mod mounts;
 mod oom;
 mod oom_watch;

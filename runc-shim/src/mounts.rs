@@ -15,6 +15,7 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use crate::error::{Code, Context as _, Error};
 use crate::fuse_program::FuseProgram;
 use crate::loop_device::LoopDevice;
+use crate::mount_copy::mount_copy;
 use crate::{idmap, overlay};
 
 /// The kernel takes less than one page of mount data.
@@ -139,29 +140,45 @@ pub fn mount_all(mounts: &[Mount], root: &Path) -> Result<(), Error> {
 struct Target {
     path: PathBuf,
     /// Keeps the descriptor open that `path` names.
-    opened: Option<OwnedFd>,
+    _opened: Option<OwnedFd>,
 }
 
 impl Target {
     /// Resolves `name` inside `root`: no symbolic link of the image leads out of it.
     fn find(root: &Path, name: &str) -> Result<Self, Error> {
         if name.is_empty() {
-            return Ok(Self { path: root.to_owned(), opened: None });
+            return Ok(Self { path: root.to_owned(), _opened: None });
         }
         let root = File::open(root).context("open root")?;
         let (flags, resolve) = (OFlags::PATH | OFlags::CLOEXEC, ResolveFlags::IN_ROOT);
         let opened = rustix::fs::openat2(&root, name, flags, Mode::empty(), resolve)
             .context(format_args!("open {name:?}"))?;
         let path = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
-        Ok(Self { path, opened: Some(opened) })
+        Ok(Self { path, _opened: Some(opened) })
     }
+}
 
-    /// The path of the target for another process.
-    fn real_path(&self) -> Result<PathBuf, Error> {
-        match &self.opened {
-            Some(_) => fs::read_link(&self.path).context("resolve target"),
-            None => Ok(self.path.clone()),
-        }
+/// A directory of the bundle on which a FUSE program mounts what is copied to its target then.
+/// Unmounted and removed on drop.
+#[derive(Debug)]
+struct PrivatePlace(PathBuf);
+
+/// The name of this directory.
+const PRIVATE: &str = "fuse";
+
+impl PrivatePlace {
+    fn make(bundle: &Path) -> Result<Self, Error> {
+        let place = bundle.join(PRIVATE);
+        fs::create_dir_all(&place).context(format_args!("make directory {}", place.display()))?;
+        Ok(Self(place))
+    }
+}
+
+impl Drop for PrivatePlace {
+    fn drop(&mut self) {
+        // Fails if the mount has failed.
+        let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);
+        let _ = fs::remove_dir(&self.0);
     }
 }
 
@@ -170,7 +187,13 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     let target = || Target::find(root, &mount.target);
     let mut options = Options::parse(&mount.options)?;
     if let Some(program) = FuseProgram::of_type(&mount.type_) {
-        return program.mount(mount, &target()?.real_path()?);
+        if mount.target.is_empty() {
+            return program.mount(mount, root);
+        }
+        // The program would resolve a path in the image anew, which may lead out of the root.
+        let place = PrivatePlace::make(beside)?;
+        program.mount(mount, &place.0)?;
+        return mount_copy(&place.0, &target()?.path, |_| Ok(()));
     }
     let users = match (&options.users, &options.groups) {
         (Some(users), Some(groups)) => Some(idmap::user_namespace(users, groups)?),
@@ -266,8 +289,8 @@ pub fn rootfs(bundle: &Path) -> PathBuf {
 }
 
 /// All places in a bundle on which the shim mounts.
-fn mount_points(bundle: &Path) -> [PathBuf; 2] {
-    [rootfs(bundle), bundle.join(idmap::IDMAPPED)]
+fn mount_points(bundle: &Path) -> [PathBuf; 3] {
+    [rootfs(bundle), bundle.join(idmap::IDMAPPED), bundle.join(PRIVATE)]
 }
 
 /// Undoes all mounts of a bundle, if there are any.
@@ -288,8 +311,10 @@ pub fn detach_bundle(bundle: &Path) -> Result<(), Error> {
             }
         }
     }
-    // A place of the shim alone.
-    let _ = rustix::fs::rmdir(bundle.join(idmap::IDMAPPED));
+    // Places of the shim alone.
+    for name in [idmap::IDMAPPED, PRIVATE] {
+        let _ = rustix::fs::rmdir(bundle.join(name));
+    }
     Ok(())
 }
 

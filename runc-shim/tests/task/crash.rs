@@ -308,3 +308,14 @@ fn a_file_system_of_another_process_does_not_hold_up_the_cleanup() {
     worker.wait().unwrap();
     assert!(took < Duration::from_secs(8), "{took:?}");
 }
+
+#[test]
+fn a_deletion_does_not_take_itself_for_a_mount() {
+    for (namespace, id) in [("test", "mount"), ("mount", "test")] {
+        let bundle = tempfile::tempdir().unwrap();
+        let mut deletion = std::process::Command::new(pod::program());
+        deletion.args(["-namespace", namespace, "-id", id, "-bundle"]).arg(bundle.path());
+        let status = deletion.arg("delete").current_dir(bundle.path()).output().unwrap().status;
+        assert!(status.success(), "{status}");
+    }
+}

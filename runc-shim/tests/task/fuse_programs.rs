@@ -37,9 +37,9 @@ fn mounted(pod: &Pod, id: &str) -> Vec<String> {
     mounts.lines().filter(|line| line.contains(&bundle)).filter_map(kind).collect()
 }
 
-/// Processes that have the mount point of a container in an argument.
+/// Processes that have a place in the bundle of a container in an argument.
 fn servers(pod: &Pod, id: &str) -> Vec<u32> {
-    let place = pod.bundle(id).join("rootfs").display().to_string();
+    let place = pod.bundle(id).display().to_string();
     let pids = std::fs::read_dir("/proc").unwrap().flatten();
     let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     let serves = |pid: &u32| {
@@ -162,7 +162,7 @@ fn stand_in(text: &str) -> tempfile::TempDir {
 
 #[test]
 fn an_error_of_a_fuse_program_reaches_the_caller() {
-    let programs = stand_in("echo \"called with $*\"; echo the reason >&2; exit 3");
+    let programs = stand_in("echo \"called with $*\"; printf 'the reason\\0\\n' >&2; exit 3");
     let mut pod = Pod::with_programs(programs.path());
     let with = container(&pod, "fuse3.some-system");
     let error = pod.try_create("a", "true", &with).unwrap_err();
@@ -191,9 +191,13 @@ fn an_error_of_a_fuse_program_reaches_the_caller() {
     pod.shut_down();
 }
 
-/// A program that hangs and has started another, whose pid is in the file that is its source.
-const HANGS: &str =
-    "sh -c 'sleep 1000 & echo $! >\"$0.new\"; mv \"$0.new\" \"$0\"; wait' \"$1\" & wait";
+/// Programs that hang and have started others, whose pid is in the file that is their source. That
+/// of the second is no child of the program any more, and not in the bundle.
+const HANG: [&str; 2] = [
+    "sh -c 'sleep 1000 & echo $! >\"$0.new\"; mv \"$0.new\" \"$0\"; wait' \"$1\" & wait",
+    "(cd /; setsid sh -c 'echo $$ >\"$0.new\"; mv \"$0.new\" \"$0\"; exec sleep 1000' \"$1\" &)\n\
+     exec sleep 1000",
+];
 
 /// A container whose root file system such a program mounts, and that file.
 fn hanging_container(pod: &Pod) -> (Container, String) {
@@ -214,25 +218,28 @@ fn has_ended(process: &str) {
 
 #[test]
 fn a_fuse_program_that_hangs_is_killed_at_the_deadline_with_what_it_has_started() {
-    let programs = stand_in(HANGS);
-    let mut pod = Pod::with_programs(programs.path());
-    let (with, child) = hanging_container(&pod);
-    // The caller waits as long.
-    pod.try_create_within("a", "true", &with, Duration::from_secs(2)).unwrap_err();
-    has_ended(&process_of(&child));
-    eventually("the end of the creation", || match pod.delete("a", "") {
-        Err(error) => (code(&error) == Code::NOT_FOUND).then_some(()),
-        Ok(_) => None,
-    });
-    nothing_is_left(&pod, "a");
-    pod.shut_down();
+    for text in HANG {
+        let programs = stand_in(text);
+        let mut pod = Pod::with_programs(programs.path());
+        let (with, child) = hanging_container(&pod);
+        // The caller waits as long.
+        pod.try_create_within("a", "true", &with, Duration::from_secs(2)).unwrap_err();
+        has_ended(&process_of(&child));
+        eventually("the end of the creation", || match pod.delete("a", "") {
+            Err(error) => (code(&error) == Code::NOT_FOUND).then_some(()),
+            Ok(_) => None,
+        });
+        nothing_is_left(&pod, "a");
+        pod.shut_down();
+    }
 }
 
 /// The kernel kills the program with the helper, but not what the program has started.
 #[test]
 fn a_shim_that_is_killed_during_a_fuse_mount_leaves_no_program() {
-    for by_daemon in [false, true] {
-        let programs = stand_in(HANGS);
+    for (text, by_daemon) in [(HANG[0], false), (HANG[1], false), (HANG[0], true), (HANG[1], true)]
+    {
+        let programs = stand_in(text);
         let mut pod = Pod::with_programs(programs.path());
         let (with, child) = hanging_container(&pod);
         std::thread::scope(|scope| {
