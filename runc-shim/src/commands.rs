@@ -100,6 +100,14 @@ impl Shim {
         }
     }
 
+    /// Has epoll report no more what a command has written: a process that is being started may
+    /// have a copy of the pipe.
+    fn unwatch_output(&self, command: &mut Command) {
+        for pipe in command.pipes_mut().filter(|pipe| pipe.watch == Watch::Epoll) {
+            let _ = self.reactor.remove(&*pipe);
+        }
+    }
+
     /// Reads what a command has written.
     pub fn output_ready(&mut self, id: u32) {
         let mut pipes = self.jobs.values_mut().flat_map(|job| job.command.pipes_mut());
@@ -133,10 +141,7 @@ impl Shim {
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
         let Job { mut command, purpose, key, reply, limit, is_cancelled, was_killed } = job;
-        for pipe in command.pipes_mut().filter(|pipe| pipe.watch == Watch::Epoll) {
-            // A process that is being started may still have a copy of it.
-            let _ = self.reactor.remove(&*pipe);
-        }
+        self.unwatch_output(&mut command);
         // Also by another program, such as the kernel's OOM killer.
         let was_interrupted = was_killed || exit.is_by_signal();
         let may_be_frozen = was_interrupted && purpose.may_freeze();
