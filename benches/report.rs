@@ -79,9 +79,8 @@ const BOUNDS: [Bound; 25] = [
         key: "create_container_ours_over_builtin",
         what: "CreateContainer in it",
         hold: AtMost(1.0),
-        held_back_by: "the sandbox's task in containerd (container_record), which containerd \
-            creates meanwhile, when the shim serves: 2.4 of 9.1 ms in a run without it beside, in \
-            which the built-in's took 7.1",
+        held_back_by: "the start of the pod's shim, which the built-in starts with the pause \
+            process; containerd takes most of the call with both",
     },
     Bound {
         key: "start_container_ours_over_builtin",
@@ -102,9 +101,7 @@ const BOUNDS: [Bound; 25] = [
         key: "remove_pod_ours_over_builtin",
         what: "RemovePodSandbox after it",
         hold: AtMost(1.0),
-        held_back_by: "the removal of the sandbox's record from containerd (container_record), \
-            which writes the same database as CRI meanwhile: 0.6 of 14.4 ms in a run without it \
-            beside, in which the built-in's took 14.1",
+        held_back_by: "CNI and CRI, which take most of the call with both",
     },
     Bound {
         key: "pod_with_container_kb",
