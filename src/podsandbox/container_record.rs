@@ -9,8 +9,10 @@
 //!
 //! The container is recorded before the pause process has its cgroup: cAdvisor looks for it once,
 //! when the cgroup appears. A task needs a server, which is the pod's own shim; a pod without
-//! containers has none and gets no task. All of it is done by a worker, one at a time per sandbox,
-//! and is tried again: containerd may be down or refuse, and the pod runs all the same.
+//! containers has none and gets no task. The task, and the removal at the end, follow the calls
+//! that cause them, so that containerd's database does not delay these. All of it is done by a
+//! worker, one at a time per sandbox, and is tried again: containerd may be down or refuse, and the
+//! pod runs all the same.
 
 use std::pin::pin;
 use std::time::Duration;
