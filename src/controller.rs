@@ -301,6 +301,7 @@ impl Controller {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();
         futures::future::join_all(live.iter().map(|sandbox| sandbox.idle())).await;
+        podsandbox::removals_done().await;
         recover::unmount_if_empty(&self.environment);
     }
 

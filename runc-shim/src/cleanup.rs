@@ -32,6 +32,11 @@ const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(2);
 /// exit. A second attempt begins only within this time, and has the rest of it.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// How long a process that serves a file system may take to exit after it was unmounted, and then,
+/// after it was killed; both end within the time of the whole deletion.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
+const WHOLE_TIMEOUT: Duration = Duration::from_secs(9);
+
 /// In a bundle that the daemon has made for the deletion: a link to containerd's bundle of the
 /// container, which the dead shim used. containerd may remove its bundle at any moment.
 const CONTAINERD_BUNDLE: &str = "containerd";
@@ -47,6 +52,7 @@ struct BundleOptions {
 
 /// Kills and deletes the container of the bundle, and writes the response to standard output.
 pub fn delete(arguments: &Arguments) -> Result<(), Error> {
+    let begun = Instant::now();
     process_key::check_id(&arguments.id)?;
     let bundle = bundle(arguments)?;
     let text = std::fs::read(bundle.join("options.json")).unwrap_or_default();
@@ -78,11 +84,10 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     // The first attempt may have failed because of the cgroup.
     let again = |e: Error| if Instant::now() < until { delete() } else { Err(e) };
     first.or_else(again).unwrap_or_else(failed);
-    unmounted?;
     // Last, because it may block.
-    if end_marked(&arguments.id) {
-        mounts::detach_bundle(&shim_bundle)?;
-    }
+    let ended = end_marked(&mark::entry(&arguments.namespace, &arguments.id), begun);
+    let detached = if ended { mounts::detach_bundle(&shim_bundle) } else { Ok(()) };
+    unmounted.and(detached)?;
     let exit = Exit::now(137);
     let mut response = DeleteResponse::new();
     response.exit_status = exit.status;
@@ -145,24 +150,30 @@ fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
     }
 }
 
-/// Kills the processes that a helper has started to mount, and that serve what they have mounted,
-/// and waits for their exit. False: there were none.
-fn end_marked(id: &str) -> bool {
-    let until = Instant::now() + COMMANDS_TIMEOUT;
-    let mut any = false;
-    while Instant::now() < until {
+/// Waits for the exit of the processes with this mark: they serve what is unmounted now. Kills
+/// those that do not exit: they may still be going to mount. True: it has killed some.
+fn end_marked(mark: &str, begun: Instant) -> bool {
+    let exit = Instant::now() + EXIT_TIMEOUT;
+    let until = (exit + EXIT_TIMEOUT).min(begun + WHOLE_TIMEOUT);
+    let mut has_killed = false;
+    loop {
         let marked: Vec<OwnedFd> =
-            mark::marked(id).into_iter().filter(|process| !exits::has_ended(process)).collect();
+            mark::marked(mark).into_iter().filter(|process| !exits::has_ended(process)).collect();
         if marked.is_empty() {
-            break;
+            return has_killed;
         }
-        any = true;
-        for process in marked {
-            let _ = pidfd_send_signal(&process, Signal::KILL);
+        let now = Instant::now();
+        if now >= exit.min(until) {
+            has_killed = true;
+            for process in marked {
+                let _ = pidfd_send_signal(&process, Signal::KILL);
+            }
+        }
+        if now >= until {
+            return has_killed;
         }
         std::thread::sleep(COMMANDS_POLL);
     }
-    any
 }
 
 fn commands(runtime: &Runtime, id: &str, bundle: &Path) -> Vec<i32> {

@@ -23,7 +23,7 @@ use crate::response::{self, Answer};
 use crate::runtime::{self, Place};
 use crate::server::Reply;
 use crate::shim::Shim;
-use crate::{deadlines, events, options};
+use crate::{deadlines, events, mark, options};
 
 /// Delay between two reads of a pipe that epoll cannot watch.
 const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
@@ -146,13 +146,12 @@ impl Shim {
         let was_interrupted = was_killed || exit.is_by_signal();
         let may_be_frozen = was_interrupted && purpose.may_freeze();
         let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());
-        let bundle = bundle.as_deref();
         let mut done = |what: &str| match exit.status {
             0 => Ok(()),
-            status if was_killed => {
-                Err(deadlines::ended(&command.failure(what, status, bundle), is_cancelled))
+            status => {
+                let e = command.failure(what, status, bundle.as_deref());
+                Err(if was_killed { deadlines::ended(&e, is_cancelled) } else { e })
             }
-            status => Err(command.failure(what, status, bundle)),
         };
         // A command may also succeed at the moment at which it is killed.
         let in_time = |()| deadlines::check(reply).and_then(|()| deadlines::check_limit(limit));
@@ -164,8 +163,9 @@ impl Shim {
                 let created = done("OCI runtime create failed").and_then(in_time);
                 self.launched(&key, reply, console, created)
             }
-            Purpose::Mount => {
+            Purpose::Mount { by_program } => {
                 let mounted = done("failed to mount rootfs component").and_then(in_time);
+                self.end_failed_mount(&key, command.pid, by_program && mounted.is_err());
                 self.rootfs_mounted(&key, reply, mounted)
             }
             Purpose::Discard(reason) => {
@@ -218,6 +218,14 @@ impl Shim {
             self.respond(reply, answer);
         }
         self.release(&key);
+    }
+
+    /// Kills what a program that has failed to mount has left: it may still be going to mount.
+    fn end_failed_mount(&self, key: &ProcessKey, helper: i32, has_failed: bool) {
+        if has_failed {
+            let mark = mark::entry(&self.namespace, &key.id);
+            deadlines::end_processes(helper, Some(&mark));
+        }
     }
 
     fn killed(&mut self, key: &ProcessKey, signal: i32, done: Result<(), Error>) -> Answer {

@@ -15,6 +15,7 @@ use crate::container::state::{self, Event, Notice, State};
 use crate::container::{self, Container, cgroup_with};
 use crate::error::{Code, Context as _, Error};
 use crate::exits::Exit;
+use crate::fuse_program::FuseProgram;
 use crate::helper::{self, Action};
 use crate::io::console::ConsoleSocket;
 use crate::io::{self, Owner, Prepared, Stdio};
@@ -73,9 +74,11 @@ impl Shim {
 
     /// Starts a helper that mounts the root file system of a container.
     fn mount_rootfs(&mut self, key: &ProcessKey, reply: Reply, mounts: Vec<Mount>) -> Answer {
+        let by_program = mounts.iter().any(|mount| FuseProgram::of_type(&mount.type_).is_some());
         let input_file = helper::mounts_file(mounts)?;
         let input_file = Some(input_file.as_fd());
-        self.run_helper(key.clone(), Some(reply), Purpose::Mount, Action::Mount, input_file)?;
+        let purpose = Purpose::Mount { by_program };
+        self.run_helper(key.clone(), Some(reply), purpose, Action::Mount, input_file)?;
         let container = self.container_in_any_state(key)?;
         container.rootfs = Some(mounts::rootfs(&container.bundle));
         Ok(None)

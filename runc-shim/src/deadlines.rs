@@ -20,7 +20,7 @@ use crate::job::{Job, Purpose};
 use crate::request::Request;
 use crate::server::Reply;
 use crate::shim::Shim;
-use crate::{descendants, log, sys};
+use crate::{descendants, log, mark, sys};
 
 /// How long commands may delay the announcement of a container's exit. An exec may have succeeded
 /// before the exit: its command has the time to end by itself.
@@ -59,7 +59,7 @@ impl Shim {
                 log::warn(format_args!(
                     "container {id}: {why}; killing process {pid} and its children"
                 ));
-                end_command(job);
+                end_command(job, &self.namespace);
             }
         }
         let mut late: Vec<Reply> =
@@ -73,14 +73,25 @@ impl Shim {
 
 /// Kills a command and the processes that it has started. A `runc init` that a process of the
 /// container has stopped, or a hook, does not exit with its parent.
-fn end_command(job: &Job) {
+fn end_command(job: &Job, namespace: &str) {
     let pid = job.command.pid;
-    // CRIU has stopped the processes of the container, and must resume them itself.
-    let is_alone = matches!(job.purpose, Purpose::Checkpoint(..));
-    let mounts_for = matches!(job.purpose, Purpose::Mount).then_some(job.key.id.as_str());
-    let rest = if is_alone { Vec::new() } else { descendants::stop(pid, mounts_for) };
+    match job.purpose {
+        // CRIU has stopped the processes of the container, and must resume them itself. Not reaped
+        // yet, so the pid cannot have been reused.
+        Purpose::Checkpoint(..) => drop(sys::kill(pid, libc::SIGKILL)),
+        Purpose::Mount { by_program: true } => {
+            end_processes(pid, Some(&mark::entry(namespace, &job.key.id)));
+        }
+        _ => end_processes(pid, None),
+    }
+}
+
+/// Kills a child that was not reaped yet, and the processes that descend from it; with a mark, also
+/// the children of this process that have it.
+pub fn end_processes(child: i32, mark: Option<&str>) {
+    let rest = descendants::stop(child, mark);
     // Not reaped yet, so the pid cannot have been reused.
-    let _ = sys::kill(pid, libc::SIGKILL);
+    let _ = sys::kill(child, libc::SIGKILL);
     for process in rest {
         // Fails if the process has exited by itself.
         let _ = pidfd_send_signal(&process, Signal::KILL);

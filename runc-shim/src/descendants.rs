@@ -20,10 +20,9 @@ struct Process {
 }
 
 /// Stops a child that was not reaped yet, and all processes that descend from it, so that they
-/// start no others. Returns the pidfds of the descendants. With `mounts_for`, these include the
-/// processes with the mark of this container whose own parents have exited: they are children of
-/// this process now.
-pub fn stop(child: i32, mounts_for: Option<&str>) -> Vec<OwnedFd> {
+/// start no others. Returns the pidfds of the descendants. With a mark, these include the processes
+/// that have it and whose own parents have exited: they are children of this process now.
+pub fn stop(child: i32, mark: Option<&str>) -> Vec<OwnedFd> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     // Not reaped yet, so the pid cannot have been reused.
     let _ = sys::kill(child, libc::SIGSTOP);
@@ -33,7 +32,7 @@ pub fn stop(child: i32, mounts_for: Option<&str>) -> Vec<OwnedFd> {
         for (pid, parent) in processes() {
             if found.iter().all(|known| known.pid != pid)
                 && (parent != own
-                    || pid != child && mounts_for.is_some_and(|id| mark::is_on(pid, id)))
+                    || pid != child && mark.is_some_and(|mark| mark::is_on(pid, mark)))
                 && let Some(process) = descendant(pid, parent, &[child, own], &found)
             {
                 let _ = pidfd_send_signal(&process.pidfd, Signal::STOP);

@@ -3,10 +3,11 @@
 //! containerd's shim (`mountWithHelper` in containerd's `core/mount`).
 
 use std::fs::File;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::Path;
 
 use containerd_shim_protos::api::Mount;
+use rustix::fs::{Mode, OFlags};
 
 use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
@@ -53,6 +54,7 @@ impl<'a> FuseProgram<'a> {
             .context("the mount needs this program in the PATH of pause-sandboxer")?;
         let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
         let (output, writer) = OutputPipe::new()?;
+        let writer = for_both_ends(&writer).context("open pipe for the output of a command")?;
         let spawned = sys::spawn(&sys::Spawn {
             program: &path,
             arguments: &words,
@@ -62,18 +64,26 @@ impl<'a> FuseProgram<'a> {
             dies_with_parent: true,
         });
         let pid = spawned.context(format_args!("exec {program}"))?;
-        drop(writer);
         let mut command = Command::without_log(pid, output);
         // The shim kills it at the deadline. The file system's process may keep the pipe open.
         let exit = command.wait(None).context(format_args!("wait for {program}"))?;
         let status = exit.map_or(exits::UNKNOWN, |exit| exit.status);
         if status == 0 {
+            rustix::fs::fcntl_setfl(&writer, OFlags::RDWR | OFlags::NONBLOCK)
+                .context("leave the output to the file system")?;
             return Ok(());
         }
         let output = output_pipe::last_text(&command.output());
         let separator = if output.is_empty() { "" } else { ": " };
         Err(Error::unknown(format!("{program} failed: exit status {status}{separator}{output}")))
     }
+}
+
+/// A pipe that is open for reading and writing: a write of the file system's process, after this
+/// one has ended, causes no SIGPIPE.
+fn for_both_ends(writer: &OwnedFd) -> rustix::io::Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", writer.as_raw_fd());
+    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
 }
 
 #[cfg(test)]

@@ -94,7 +94,7 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
     let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
     let mut environment = runtime::environment();
     if work.action == Action::Mount {
-        environment.push(runtime::string(&mark::entry(work.id))?);
+        environment.push(runtime::string(&mark::entry(work.namespace, work.id))?);
     }
     let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
     let (output, writer) = OutputPipe::new()?;

@@ -50,8 +50,8 @@ impl Job {
 pub enum Purpose {
     /// Creates a container. The runtime sends its terminal through the socket.
     Create(Option<ConsoleSocket>),
-    /// Mounts a container's root file system.
-    Mount,
+    /// Mounts a container's root file system; or has a program mount a part of it.
+    Mount { by_program: bool },
     /// Lets the runtime delete the leftovers of a container whose creation failed with this error.
     /// `None`: a later attempt or a Delete, so that no Create waits for the error.
     Discard(Option<Error>),
@@ -92,7 +92,8 @@ impl Purpose {
     /// an interrupted one leaves more than it has found.
     pub fn is_limited(&self) -> bool {
         match self {
-            Self::Create(_) | Self::Mount | Self::Start | Self::Restore(_) | Self::Exec(_) => true,
+            Self::Create(_) | Self::Mount { .. } | Self::Start | Self::Restore(_) => true,
+            Self::Exec(_) => true,
             Self::Kill(_) | Self::Pause | Self::Resume | Self::Update => true,
             Self::Checkpoint(..) => true,
             Self::Discard(_) | Self::DiscardCgroup(_) | Self::DiscardMounts(_) => false,

@@ -7,31 +7,29 @@ use std::path::Path;
 use process_identity::device_and_inode;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Its value is the container's id.
+/// Its value is containerd's namespace and the container's id.
 const VARIABLE: &str = "PAUSE_SANDBOXER_MOUNTS_FOR";
 
-/// The mark, as an entry of an environment.
-pub fn entry(id: &str) -> String {
-    format!("{VARIABLE}={id}")
+/// The mark of a container, as an entry of an environment.
+pub fn entry(namespace: &str, id: &str) -> String {
+    format!("{VARIABLE}={namespace}/{id}")
 }
 
-/// Whether a process has the mark of a container. False for each process in another mount
+/// Whether a process has this mark. False for each process in another mount
 /// namespace, such as those of containers: they choose their environment, and can make its reader
-/// wait.
-pub fn is_on(pid: i32, id: &str) -> bool {
+/// wait. May block: on a process of the node that hangs in the kernel.
+pub fn is_on(pid: i32, entry: &str) -> bool {
     let namespace = |process: &str| device_and_inode(Path::new(&format!("/proc/{process}/ns/mnt")));
     let pid = pid.to_string();
     let is_here = namespace(&pid).is_ok_and(|of| namespace("self").is_ok_and(|own| of == own));
     is_here && {
         let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        let entry = entry(id);
         environment.split(|byte| *byte == 0).any(|word| word == entry.as_bytes())
     }
 }
 
-/// The pidfds of all processes with the mark of a container, except this process. May block: on a
-/// process of the node that hangs in the kernel.
-pub fn marked(id: &str) -> Vec<OwnedFd> {
+/// The pidfds of all processes with this mark, except this process. May block.
+pub fn marked(entry: &str) -> Vec<OwnedFd> {
     let own = rustix::process::getpid();
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -39,31 +37,55 @@ pub fn marked(id: &str) -> Vec<OwnedFd> {
     let marked = pids.filter_map(|pid| {
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
         // With the pidfd open, because the pid may have been reused before.
-        is_on(pid.as_raw_nonzero().get(), id).then_some(pidfd)
+        is_on(pid.as_raw_nonzero().get(), entry).then_some(pidfd)
     });
     marked.collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
+    use std::process::{Child, Command};
 
     use super::*;
+
+    /// A process with a mark, once its program has the environment.
+    fn process(program: &[&str], id: &str) -> Child {
+        let mut process = Command::new(program[0]);
+        process.args(&program[1..]).env(VARIABLE, format!("test/{id}")).current_dir("/");
+        let mut process = process.spawn().unwrap();
+        let name = format!("/proc/{}/comm", process.id());
+        while std::fs::read_to_string(&name).unwrap() != "sleep\n" {
+            assert_eq!(process.try_wait().unwrap(), None);
+        }
+        process
+    }
 
     #[test]
     fn a_process_is_found_by_the_mark_of_its_container() {
         let id = format!("mark-{}", std::process::id());
-        let mut process = Command::new("sleep");
-        let mut process = process.arg("100").env(VARIABLE, &id).current_dir("/").spawn().unwrap();
+        let mut process = process(&["sleep", "100"], &id);
         let pid = i32::try_from(process.id()).unwrap();
-        // The environment is there once the program is executed.
-        while !is_on(pid, &id) {
-            assert_eq!(process.try_wait().unwrap(), None);
+        let own = entry("test", &id);
+        assert!(is_on(pid, &own) && marked(&own).len() == 1);
+        for other in [entry("test", "mark"), entry("other", &id)] {
+            assert!(!is_on(pid, &other) && marked(&other).is_empty());
         }
-        assert_eq!(marked(&id).len(), 1);
-        assert!(!is_on(pid, &id[1..]) && marked("other").is_empty());
         process.kill().unwrap();
         process.wait().unwrap();
-        assert!(marked(&id).is_empty());
+        assert!(marked(&own).is_empty());
+    }
+
+    #[test]
+    fn a_process_of_a_container_has_no_mark() {
+        if !rustix::process::geteuid().is_root() {
+            kit::skip("needs root for a mount namespace");
+            return;
+        }
+        let id = format!("inside-{}", std::process::id());
+        let mut process = process(&["unshare", "--mount", "sleep", "100"], &id);
+        let pid = i32::try_from(process.id()).unwrap();
+        assert!(!is_on(pid, &entry("test", &id)) && marked(&entry("test", &id)).is_empty());
+        process.kill().unwrap();
+        process.wait().unwrap();
     }
 }

@@ -23,6 +23,8 @@ use tokio::time::timeout;
 
 mod worker;
 
+pub use worker::removals_done;
+
 /// What containerd is to have of a sandbox.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Goal {
@@ -40,7 +42,7 @@ enum Goal {
 }
 
 impl Goal {
-    /// Nothing waits for the goal, while the call of containerd that has caused it still runs.
+    /// The call of containerd that has caused the goal still runs, and does not need it.
     fn follows_a_call(self) -> bool {
         matches!(self, Self::Task | Self::Nothing)
     }
@@ -108,6 +110,11 @@ impl ContainerRecord {
         // An answer may be lost.
         progress.done = Goal::Any;
         Some((progress.goal, progress.goal_number))
+    }
+
+    /// No newer goal than this one is set.
+    fn is_current(&self, goal_number: u32) -> bool {
+        self.progress.lock().goal_number == goal_number
     }
 
     /// The goal of this number is reached.

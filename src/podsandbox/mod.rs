@@ -30,6 +30,7 @@ pub mod selinux;
 mod status;
 mod validate;
 
+pub use container_record::removals_done;
 pub use environment::Environment;
 pub use error::Error;
 pub use inspect::SandboxSummary;

@@ -28,6 +28,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_signal_to_the_task_reaches_the_pause,
         it_is_removed_when_containerd_was_down_at_the_removal,
         it_is_removed_by_the_next_daemon,
+        a_daemon_that_is_stopped_removes_it_before_its_end,
         a_container_of_another_stays,
         many_at_once_are_recorded_and_removed,
         shims_that_hang_delay_no_container_of_a_new_pod,
@@ -285,6 +286,15 @@ async fn it_is_removed_by_the_next_daemon(harness: Arc<Harness>) -> Result<()> {
         removed(&pod).await?;
     }
     Ok(())
+}
+
+async fn a_daemon_that_is_stopped_removes_it_before_its_end(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("last").await?;
+    has_container_and_task(&pod).await?;
+    removed(&pod).await?;
+    harness.node.stop_sandboxer().await?;
+    ensure!(!is_recorded(&harness.node, pod.id())?, "it is recorded");
+    harness.node.start_sandboxer().await
 }
 
 /// A container that has the sandbox's id already: the pod runs, and the container stays.

@@ -259,21 +259,55 @@ fn a_shim_that_is_killed_during_a_fuse_mount_leaves_no_program() {
     }
 }
 
-/// A wait for the end of the output would last forever.
+/// A wait for the end of the output would last forever; a signal of the pipe would end the file
+/// system's process.
 #[test]
-fn a_file_system_that_keeps_its_streams_open_delays_nothing() {
+fn a_file_system_that_keeps_its_streams_open_delays_nothing_and_can_write_to_them() {
     let text = "mount -t tmpfs tmpfs \"$2\" && cp -a \"$1\"/. \"$2\"; echo x >/dev/stderr\n\
-                sleep 1000 & echo $! >\"$1.pid\"";
+                (while ! test -e \"$1.go\"; do sleep 0.1; done\n\
+                 yes | head -c 200000; echo x; : >\"$1.end\") &";
     let programs = stand_in(text);
     let mut pod = Pod::with_programs(programs.path());
     let mut with = container(&pod, "fuse3.some-system");
     with.rootfs[0].source = pod.path("root");
     pod.run("a", "exit 3", &with);
     assert_eq!(pod.wait("a", "").unwrap(), 3);
+    std::fs::write(pod.path("root.go"), "").unwrap();
+    eventually("its end by itself", || exists(pod.path("root.end")).then_some(()));
     pod.delete("a", "").unwrap();
     nothing_is_left(&pod, "a");
-    let pid = std::fs::read_to_string(pod.path("root.pid")).unwrap();
-    let pid = rustix::process::Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    pod.shut_down();
+}
+
+/// A process that serves a file system writes what it has cached when it is unmounted.
+#[test]
+fn a_file_system_of_a_dead_shim_may_end_by_itself() {
+    let text = "mount -t tmpfs tmpfs \"$2\" && cp -a \"$1\"/. \"$2\"\n\
+                (cd /; while grep -q \" $2 \" /proc/self/mountinfo; do sleep 0.1; done\n\
+                 sleep 0.3; : >\"$1.end\") &";
+    let programs = stand_in(text);
+    let mut pod = Pod::with_programs(programs.path());
+    let mut with = container(&pod, "fuse3.some-system");
+    with.rootfs[0].source = pod.path("root");
+    pod.run("a", "exec sleep 1000", &with);
+    signal(&pod.shim, libc::SIGKILL);
+    pod.shim.wait().unwrap();
+    pod.delete_after_shim("a");
+    assert!(exists(pod.path("root.end")));
+    nothing_is_left(&pod, "a");
+}
+
+/// A program that fails and has left a process that would mount later.
+#[test]
+fn a_fuse_program_that_fails_leaves_no_process() {
+    let fails = "\nwhile ! test -e \"$1\"; do sleep 0.1; done; exit 1";
+    let text = HANG[1].replace("\nexec sleep 1000", fails);
+    let programs = stand_in(&text);
+    let mut pod = Pod::with_programs(programs.path());
+    let (with, child) = hanging_container(&pod);
+    let error = pod.try_create("a", "true", &with).unwrap_err().to_string();
+    assert!(error.contains("mount.fuse3 failed: exit status 1"), "{error}");
+    has_ended(&process_of(&child));
+    nothing_is_left(&pod, "a");
     pod.shut_down();
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
+use tokio::time::timeout;
 
 use super::Goal;
 use crate::containerd::CallError;
@@ -24,6 +25,14 @@ static CONTAINER_PERMITS: Semaphore = Semaphore::const_new(8);
 /// may hang; the container of a new pod does not wait for them.
 static TASK_PERMITS: Semaphore = Semaphore::const_new(8);
 
+/// Each first try to remove a container has one. The end of the daemon waits for all.
+static REMOVALS: Semaphore = Semaphore::const_new(MAX_REMOVALS as usize);
+const MAX_REMOVALS: u32 = 1 << 16;
+
+/// How long the end of the daemon waits for the removal of containers. What is left is removed by
+/// the next daemon.
+const BEFORE_STOP: Duration = Duration::from_secs(2);
+
 /// Delay between two tries.
 const RETRY_BACKOFF: Backoff = exit::CONTAINERD;
 
@@ -38,8 +47,9 @@ const UNANSWERED: u32 = REFUSALS / 2;
 /// How long Start waits for the container's record, which was begun by Create.
 const BEFORE_START: Duration = Duration::from_millis(250);
 
-/// How long a task, and the removal of a container, wait for the end of the call that has caused
-/// them, such as CRI's CreateContainer: containerd writes its database for one call after another.
+/// How long after its cause a task is made, and a container removed: CRI's call that has caused it,
+/// such as CreateContainer, still runs, and containerd writes its database for one call after
+/// another.
 const AFTER_CALL: Duration = Duration::from_millis(100);
 
 /// How long the end of a pod's shim waits for the deletion of the sandbox's task.
@@ -242,15 +252,28 @@ impl Jobs {
     }
 }
 
+/// Waits until containers that are being removed are removed, or their first try has failed, if
+/// containerd answers in time.
+pub async fn removals_done() {
+    let _ = timeout(BEFORE_STOP, REMOVALS.acquire_many(MAX_REMOVALS)).await;
+}
+
 /// Works until the goal is reached or given up.
 async fn work(jobs: Arc<Jobs>) {
     let (mut failures, mut refusals, mut last) = (0, 0, None);
     while let Some((goal, goal_number)) = jobs.container.next() {
+        let mut removal = None;
         if last != Some(goal_number) {
             (failures, refusals, last) = (0, 0, Some(goal_number));
+            if goal == Goal::Nothing {
+                // Never closed.
+                removal = REMOVALS.acquire().await.ok();
+            }
             if goal.follows_a_call() {
                 jobs.container.wait_for_newer_goal(goal_number, AFTER_CALL).await;
-                continue;
+                if !jobs.container.is_current(goal_number) {
+                    continue;
+                }
             }
         }
         let tried = {
@@ -259,6 +282,7 @@ async fn work(jobs: Arc<Jobs>) {
             let _permit = permits.acquire().await;
             jobs.reach(goal).await
         };
+        drop(removal);
         let id = jobs.id().as_str();
         match tried {
             Ok(()) => jobs.container.reached(goal, goal_number),
