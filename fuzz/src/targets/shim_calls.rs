@@ -92,7 +92,9 @@ fn of_pause(content: &[u8]) {
     const SERVICE: &str = "pause_sandboxer.shim.v1.Sandbox";
     match call(SERVICE, "SetPause", content) {
         Ok(()) => {
-            let pause: Value = serde_json::from_slice(content).expect("it is JSON");
+            // In fields that it does not know, the parser takes text that is not UTF-8, and numbers
+            // and depths that this one does not take.
+            let Ok(pause) = serde_json::from_slice::<Value>(content) else { return };
             // The parser takes an array of the fields, too.
             let field = |name, index| if pause.is_array() { &pause[index] } else { &pause[name] };
             assert!(field("pid", 1).as_i64().expect("a pid") > 1);
