@@ -218,6 +218,10 @@ impl Jobs {
     }
 
     async fn make_task(self: &Arc<Self>, containers: &Containers) -> Result<(), Failure> {
+        if !self.shim.has_shim() {
+            // A connection of containerd would start another, for the task alone.
+            return Err(Failure::Unfit("its shim has ended"));
+        }
         let stage = self.run_blocking(Class::Query, |jobs| jobs.store.stage()).await?;
         let stage = stage.map_err(StepError::from)?;
         let Stage::Started { identity } = stage else {
