@@ -45,6 +45,7 @@ pub fn marked(entry: &str) -> Vec<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use std::process::{Child, Command};
+    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -52,10 +53,18 @@ mod tests {
     fn process(program: &[&str], id: &str) -> Child {
         let mut process = Command::new(program[0]);
         process.args(&program[1..]).env(VARIABLE, format!("test/{id}")).current_dir("/");
-        let mut process = process.spawn().unwrap();
-        let name = format!("/proc/{}/comm", process.id());
-        while std::fs::read_to_string(&name).unwrap() != "sleep\n" {
-            assert_eq!(process.try_wait().unwrap(), None);
+        let process = process.spawn().unwrap();
+        let read = |name: &str| std::fs::read(format!("/proc/{}/{name}", process.id())).unwrap();
+        let value = format!("test/{id}");
+        // It has its name before its environment.
+        let is_there = || {
+            let environment = read("environ");
+            let mut parts = environment.windows(value.len());
+            read("comm") == b"sleep\n" && parts.any(|part| part == value.as_bytes())
+        };
+        let end = Instant::now() + Duration::from_secs(30);
+        while !is_there() {
+            assert!(Instant::now() < end, "the program of the process");
         }
         process
     }

@@ -90,7 +90,11 @@ fn a_file_system_of_a_fuse_program_lives_as_long_as_its_container() {
         assert_eq!(mounted(&pod, "a"), ["fuse.fuse-overlayfs"]);
         std::fs::write(pod.bundle("a").join("rootfs/written"), "").unwrap();
         assert!(exists(pod.path("upper/written")));
-        let [server] = servers(&pod, "a")[..] else { panic!("one process serves it") };
+        // The program that has started it may be exiting.
+        let server = eventually("one process that serves it", || match servers(&pod, "a")[..] {
+            [server] => Some(server),
+            _ => None,
+        });
         // It shares with the shim no more than its standard input.
         let of_shim = open_files(pod.shim.id());
         let shared: Vec<String> =
@@ -144,7 +148,7 @@ fn a_dead_shim_leaves_no_file_system_of_a_fuse_program() {
         pod.run("a", "exec sleep 1000", &container(&pod, "fuse3.fuse-overlayfs"));
         signal(&pod.shim, libc::SIGKILL);
         pod.shim.wait().unwrap();
-        assert_eq!(servers(&pod, "a").len(), 1);
+        eventually("the process that serves it", || (servers(&pod, "a").len() == 1).then_some(()));
         match by_daemon {
             true => pod.delete_by_daemon("a"),
             false => pod.delete_after_shim("a"),
@@ -283,8 +287,8 @@ fn a_file_system_that_keeps_its_streams_open_delays_nothing_and_can_write_to_the
 #[test]
 fn a_file_system_of_a_dead_shim_may_end_by_itself() {
     let text = "mount -t tmpfs tmpfs \"$2\" && cp -a \"$1\"/. \"$2\"\n\
-                (cd /; while grep -q \" $2 \" /proc/self/mountinfo; do sleep 0.1; done\n\
-                 sleep 0.3; : >\"$1.end\") &";
+                (cd /; while grep -q \" $2 \" /proc/self/mountinfo; do sleep 0.05; done\n\
+                 sleep 0.1; : >\"$1.end\") &";
     let programs = stand_in(text);
     let mut pod = Pod::with_programs(programs.path());
     let mut with = container(&pod, "fuse3.some-system");
