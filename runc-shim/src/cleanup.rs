@@ -17,7 +17,7 @@ use crate::error::{Code, Context as _, Error};
 use crate::exits::{self, Exit};
 use crate::helper::{self, Action, Work};
 use crate::runtime::{self, Place, Runtime};
-use crate::{container, log, mark, mounts, options, process_key, sys};
+use crate::{container, log, mark, mounts, options, process_key, processes, sys};
 
 /// Time limit for killing commands of the runtime, and the delay between two searches for them.
 /// Commands are killed and the mounts undone within the 5 s that containerd allows for `delete`
@@ -177,9 +177,7 @@ fn end_marked(mark: &str, begun: Instant) -> bool {
 }
 
 fn commands(runtime: &Runtime, id: &str, bundle: &Path) -> Vec<i32> {
-    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter(|pid| is_command(*pid, runtime, id, bundle)).collect()
+    processes::pids().filter(|pid| is_command(*pid, runtime, id, bundle)).collect()
 }
 
 /// Whether a process is a command of the runtime for the container, or a helper that mounts: its

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
@@ -18,15 +18,12 @@ use crate::io::console::ConsoleSocket;
 use crate::job::{Job, Purpose};
 use crate::output_pipe::{Progress, Watch};
 use crate::process_key::ProcessKey;
-use crate::reactor::Source;
+use crate::reactor::{Source, UNWATCHED_WAIT};
 use crate::response::{self, Answer};
 use crate::runtime::{self, Place};
 use crate::server::Reply;
 use crate::shim::Shim;
 use crate::{deadlines, events, mark, options};
-
-/// Delay between two reads of a pipe that epoll cannot watch.
-const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
 
 impl Shim {
     /// Starts a command of the runtime. A container is busy until a command for it, and not for one

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::exits::{has_ended, stat};
-use crate::{mark, sys};
+use crate::{mark, processes, sys};
 
 /// Maximum number of searches. Each one finds processes that were started before their parent was
 /// stopped.
@@ -29,7 +29,7 @@ pub fn stop(child: i32, mark: Option<&str>) -> Vec<OwnedFd> {
     let mut found: Vec<Process> = Vec::new();
     for _ in 0..MAX_SEARCHES {
         let before = found.len();
-        for (pid, parent) in processes() {
+        for (pid, parent) in all_with_parents() {
             if found.iter().all(|known| known.pid != pid)
                 && (parent != own
                     || pid != child && mark.is_some_and(|mark| mark::is_on(pid, mark)))
@@ -67,10 +67,8 @@ fn parent(pid: i32) -> Option<i32> {
 }
 
 /// All processes, and their parents.
-fn processes() -> Vec<(i32, i32)> {
-    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter_map(|pid| Some((pid, parent(pid)?))).collect()
+fn all_with_parents() -> Vec<(i32, i32)> {
+    processes::pids().filter_map(|pid| Some((pid, parent(pid)?))).collect()
 }
 
 #[cfg(test)]

@@ -4,11 +4,10 @@ use std::fs::{self, File};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::mount::UnmountFlags;
 use rustix::process::{Pid, WaitOptions};
 
 use crate::error::{Code, Context as _, Error};
-use crate::mount_copy::mount_copy;
+use crate::mount_copy::{PrivatePlace, mount_copy};
 use crate::{overlay, sys};
 
 /// The directory in the bundle on which lower directories are mounted until the overlay is made.
@@ -65,7 +64,7 @@ pub fn mount(
 /// An idmapped mount of the lower directories of an overlay, detached on drop. The overlay keeps
 /// its own references.
 #[derive(Debug)]
-pub struct IdmappedLowerDirs(PathBuf);
+pub struct IdmappedLowerDirs(PrivatePlace);
 
 impl IdmappedLowerDirs {
     /// Makes an idmapped mount of the common parent of all lower directories, in `beside`, and
@@ -75,26 +74,17 @@ impl IdmappedLowerDirs {
             Error::new(Code::INVALID_ARGUMENT, "the lower directories have no common parent to map")
         };
         let common = overlay::shorten(data).ok_or_else(apart)?;
-        let dir = beside.join(IDMAPPED);
-        fs::create_dir_all(&dir).context(format_args!("make directory {}", dir.display()))?;
-        let made = Self(dir);
-        mount(&common, &made.0, users, true)?;
+        let made = Self(PrivatePlace::make(beside, IDMAPPED)?);
+        let path = &made.0.path;
+        mount(&common, path, users, true)?;
         for option in data.iter_mut() {
             if let Some(dirs) = option.strip_prefix("lowerdir=") {
-                let place = |dir: &str| made.0.join(dir).display().to_string();
+                let place = |dir: &str| path.join(dir).display().to_string();
                 let dirs: Vec<String> = dirs.split(':').map(place).collect();
                 *option = format!("lowerdir={}", dirs.join(":"));
             }
         }
         Ok(made)
-    }
-}
-
-impl Drop for IdmappedLowerDirs {
-    fn drop(&mut self) {
-        // Fails if the mount has failed.
-        let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);
-        let _ = fs::remove_dir(&self.0);
     }
 }
 

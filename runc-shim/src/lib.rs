@@ -41,6 +41,7 @@ mod pending_start;
 mod process_exit;
 mod process_key;
 mod process_streams;
+mod processes;
 mod reactor;
 mod request;
 mod response;

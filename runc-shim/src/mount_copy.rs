@@ -1,12 +1,40 @@
-//! Copies of mounts.
+//! Copies of mounts, and the private places on which the originals are made.
 
+use std::fs;
 use std::os::fd::{AsFd as _, BorrowedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::CWD;
-use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
+use rustix::mount::{MoveMountFlags, OpenTreeFlags, UnmountFlags, move_mount, open_tree, unmount};
 
-use crate::error::Error;
+use crate::error::{Context as _, Error};
+
+/// A directory of the bundle for a mount of the shim alone. Detached and removed on drop.
+#[derive(Debug)]
+pub struct PrivatePlace {
+    /// The directory.
+    pub path: PathBuf,
+}
+
+impl PrivatePlace {
+    /// Makes the directory.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn make(bundle: &Path, name: &str) -> Result<Self, Error> {
+        let path = bundle.join(name);
+        fs::create_dir_all(&path).context(format_args!("make directory {}", path.display()))?;
+        Ok(Self { path })
+    }
+}
+
+impl Drop for PrivatePlace {
+    fn drop(&mut self) {
+        // Fails if the mount has failed.
+        let _ = unmount(&self.path, UnmountFlags::DETACH);
+        let _ = fs::remove_dir(&self.path);
+    }
+}
 
 /// Makes a copy of the mount at `source`, at `target`. `change` works on the copy before.
 ///

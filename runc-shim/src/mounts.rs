@@ -15,7 +15,7 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use crate::error::{Code, Context as _, Error};
 use crate::fuse_program::FuseProgram;
 use crate::loop_device::LoopDevice;
-use crate::mount_copy::mount_copy;
+use crate::mount_copy::{PrivatePlace, mount_copy};
 use crate::{idmap, overlay};
 
 /// The kernel takes less than one page of mount data.
@@ -158,29 +158,8 @@ impl Target {
     }
 }
 
-/// A directory of the bundle on which a FUSE program mounts what is copied to its target then.
-/// Unmounted and removed on drop.
-#[derive(Debug)]
-struct PrivatePlace(PathBuf);
-
-/// The name of this directory.
+/// The directory in the bundle on which a FUSE program mounts what is copied to its target then.
 const PRIVATE: &str = "fuse";
-
-impl PrivatePlace {
-    fn make(bundle: &Path) -> Result<Self, Error> {
-        let place = bundle.join(PRIVATE);
-        fs::create_dir_all(&place).context(format_args!("make directory {}", place.display()))?;
-        Ok(Self(place))
-    }
-}
-
-impl Drop for PrivatePlace {
-    fn drop(&mut self) {
-        // Fails if the mount has failed.
-        let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);
-        let _ = fs::remove_dir(&self.0);
-    }
-}
 
 fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     // Resolved anew for each step, so that a step finds the mount of the step before.
@@ -191,9 +170,9 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
             return program.mount(mount, root);
         }
         // The program would resolve a path in the image anew, which may lead out of the root.
-        let place = PrivatePlace::make(beside)?;
-        program.mount(mount, &place.0)?;
-        return mount_copy(&place.0, &target()?.path, |_| Ok(()));
+        let place = PrivatePlace::make(beside, PRIVATE)?;
+        program.mount(mount, &place.path)?;
+        return mount_copy(&place.path, &target()?.path, |_| Ok(()));
     }
     let users = match (&options.users, &options.groups) {
         (Some(users), Some(groups)) => Some(idmap::user_namespace(users, groups)?),

@@ -12,6 +12,9 @@ use rustix::io::Errno;
 /// epoll_pwait2(2), which Linux has from 5.11 on.
 const LONGEST_WAIT: Duration = Duration::from_secs(86_400);
 
+/// Delay between two reads of a stream or pipe that epoll cannot watch.
+pub const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
+
 /// The owner of a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {

@@ -11,7 +11,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::ends::slow_runtime;
 use crate::hostile::{answer, frame};
-use crate::pod::{Container, Pod, code, context, eventually, exists, runtime, script};
+use crate::pod::{Container, Pod, code, context, eventually, exists};
 
 /// How many calls, execs and connections there may be.
 const MOST: usize = 1024;
@@ -65,19 +65,12 @@ fn too_many_calls_that_wait_for_a_command_are_refused() {
 /// A runtime that, before `action`, writes 8 MB to its log (`$4`) and to its output, and then runs
 /// `then`.
 fn talkative_runtime(pod: &Pod, action: &str, then: &str) -> Container {
-    let path = pod.path("talks");
-    let runtime = runtime().display().to_string();
-    let text = format!(
-        "case \" $* \" in *\" {action} \"*)\n\
-         yes '{{\"level\":\"debug\",\"msg\":\"x\"}}' | head -n 300000 >>$4\n\
+    let commands = format!(
+        "yes '{{\"level\":\"debug\",\"msg\":\"x\"}}' | head -n 300000 >>$4\n\
          yes output | head -c 8000000; echo output >/dev/stderr\n\
-         {then};; esac\n\
-         exec {runtime} \"$@\""
+         {then}"
     );
-    script(&path, &text);
-    let mut with = Container::default();
-    with.options.binary_name = path;
-    with
+    pod.with_commands_before(action, &commands)
 }
 
 #[test]
@@ -103,15 +96,7 @@ fn the_last_error_of_a_runtime_that_writes_8_mb_is_reported_and_the_rest_is_not_
 #[test]
 fn a_runtime_that_closes_its_log_and_its_output_costs_no_time() {
     let mut pod = Pod::new();
-    let path = pod.path("closes");
-    let runtime = runtime().display().to_string();
-    let text = format!(
-        "case \" $* \" in *\" pause \"*) exec 3>&- >/dev/null 2>&1; sleep 1; exit 1;; esac\n\
-         exec {runtime} \"$@\""
-    );
-    script(&path, &text);
-    let mut with = Container::default();
-    with.options.binary_name = path;
+    let with = pod.with_commands_before("pause", "exec 3>&- >/dev/null 2>&1; sleep 1; exit 1");
     pod.run("a", "exec sleep 1000", &with);
     let mut request = PauseRequest::new();
     request.id = pod.id("a");

@@ -51,17 +51,12 @@ fn call(pod: &Pod, method: &str, message: &impl Message) -> Code {
 /// A runtime that does `before`, and then starts a child and hangs, when `action` is called. The
 /// pid of the child is in the file.
 fn hanging_runtime(pod: &Pod, action: &str, before: &str) -> (Container, String) {
-    let (path, child) = (pod.path("hangs"), pod.path("child"));
-    let runtime = pod::runtime().display().to_string();
-    let text = format!(
-        "case \" $* \" in *\" {action} \"*) {before}\n\
-         sleep 1000 & echo $! >{child}.new; mv {child}.new {child}; wait;; esac\n\
-         exec {runtime} \"$@\""
+    let child = pod.path("child");
+    let commands = format!(
+        "{before}\n\
+         sleep 1000 & echo $! >{child}.new; mv {child}.new {child}; wait"
     );
-    pod::script(&path, &text);
-    let mut with = Container::default();
-    with.options.binary_name = path;
-    (with, child)
+    (pod.with_commands_before(action, &commands), child)
 }
 
 /// The process that a file names is gone.
@@ -110,18 +105,11 @@ fn an_exec_that_hangs_ends_with_all_its_processes() {
 
 /// A runtime that adds a hook, which hangs, to the config of the container that it creates.
 fn hooking_runtime(pod: &Pod) -> (Container, String) {
-    let (path, hook, child) = (pod.path("hooks"), pod.path("hook"), pod.path("child"));
+    let (hook, child) = (pod.path("hook"), pod.path("child"));
     pod::script(&hook, &format!("echo $$ >{child}; exec sleep 1000"));
-    let runtime = pod::runtime().display().to_string();
     let hooks = format!("\"hooks\":{{\"createRuntime\":[{{\"path\":\"{hook}\"}}]}}");
-    let text = format!(
-        "case \" $* \" in *\" create \"*) sed -i 's|\"linux\":|{hooks},&|' config.json;; esac\n\
-         exec {runtime} \"$@\""
-    );
-    pod::script(&path, &text);
-    let mut with = Container::default();
-    with.options.binary_name = path;
-    (with, child)
+    let commands = format!("sed -i 's|\"linux\":|{hooks},&|' config.json");
+    (pod.with_commands_before("create", &commands), child)
 }
 
 #[test]

@@ -70,16 +70,9 @@ fn a_caller_that_connects_during_the_shutdown_waits_for_the_next_shim() {
 
 /// A runtime that creates the first file when `action` is called, and waits for the second.
 pub fn slow_runtime(pod: &Pod, action: &str) -> (Container, String, String) {
-    let (script, began, go) = (pod.path("slow"), pod.path("began"), pod.path("go"));
-    let runc = pod::runtime().display().to_string();
-    let text = format!(
-        "case \" $* \" in *\" {action} \"*) >{began}; while ! test -e {go}; do \
-         sleep 0.01; done;; esac\nexec {runc} \"$@\""
-    );
-    pod::script(&script, &text);
-    let mut with = Container::default();
-    with.options.binary_name = script;
-    (with, began, go)
+    let (began, go) = (pod.path("began"), pod.path("go"));
+    let commands = format!(">{began}; while ! test -e {go}; do sleep 0.01; done");
+    (pod.with_commands_before(action, &commands), began, go)
 }
 
 #[test]

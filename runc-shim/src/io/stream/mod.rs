@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
+use crate::reactor::UNWATCHED_WAIT;
+
 pub use self::streams::Streams;
 
 /// Maximum number of bytes, and of reads, that are copied of one stream before the other streams.
@@ -24,9 +26,6 @@ const MAX_KEPT: usize = 64 << 10;
 
 /// Delay before another write after one that has failed, for example because the disk is full.
 const FAILED_WAIT: Duration = Duration::from_millis(500);
-
-/// Delay between attempts to copy a stream that epoll does not watch.
-const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
 
 /// One stream: bytes are copied in one direction.
 #[derive(Debug)]

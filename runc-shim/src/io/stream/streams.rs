@@ -212,8 +212,8 @@ impl Streams {
 mod tests {
     use rustix::pipe::PipeFlags;
 
-    use super::super::UNWATCHED_WAIT;
     use super::*;
+    use crate::reactor::UNWATCHED_WAIT;
 
     #[test]
     fn a_stream_that_epoll_does_not_watch_is_copied_by_time() {

@@ -26,6 +26,18 @@ pub struct Container {
 }
 
 impl Pod {
+    /// A container whose runtime runs these commands of a shell first when `action` is called.
+    pub fn with_commands_before(&self, action: &str, commands: &str) -> Container {
+        let path = self.path(&format!("runtime-{action}"));
+        let runtime = super::runtime().display().to_string();
+        let text =
+            format!("case \" $* \" in *\" {action} \"*) {commands};; esac\nexec {runtime} \"$@\"");
+        super::script(&path, &text);
+        let mut with = Container::default();
+        with.options.binary_name = path;
+        with
+    }
+
     /// The OCI config of a container of the pod.
     pub(super) fn config(&self, id: &str, script: &str, with: &Container) -> Value {
         let mut namespaces = vec![json!({"type": "mount"}), json!({"type": "ipc"})];
