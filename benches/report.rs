@@ -31,15 +31,14 @@ const BOUNDS: [Bound; 25] = [
         what: "the controller's Start through containerd, real netns, no CNI",
         hold: AtLeast(50.0),
         held_back_by: "the kernel's steps, kernel_start_us, and containerd's share, \
-            start_floor_ms, take most of ours; the wait for containerd's record of the sandbox \
-            (container_record) takes an eighth: 0.4 of 3.0 ms in a run without it beside",
+            start_floor_ms, take most of ours",
     },
     Bound {
         key: "create_start_ours_over_floor",
         what: "the controller's Create and Start together, against the floor",
         hold: AtMost(2.0),
-        held_back_by: "the kernel's steps alone, kernel_start_us, take longer than the floor, and \
-            so does the wait for containerd's record",
+        held_back_by: "the kernel's steps alone, kernel_start_us, take longer than the floor. \
+            Create also waits for containerd's record of the sandbox",
     },
     Bound {
         key: "start_ours_over_kernel",

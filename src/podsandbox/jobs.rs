@@ -192,14 +192,23 @@ impl Jobs {
     }
 
     async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StepError> {
+        // Create may have been called on an older daemon.
         self.record_container();
         let (pause, recorded) = {
             // Until the pause process is recorded no caller launches the shim.
             let _launch = self.shim.lock_launch().await;
-            // cAdvisor looks for containerd's record once, when the pod's cgroup appears; the files
-            // do not depend on it.
-            let (prepared, ()) = tokio::join!(self.prepare_start(), self.container_recorded());
-            self.start_pause(prepared?).await?
+            match self.driver.clone() {
+                PauseDriver::Native(driver) if self.shim.listens_only() => {
+                    let make = move |jobs: &Self| {
+                        let input = jobs.make_files()?;
+                        jobs.shim.bind()?;
+                        jobs.describe(&input)?;
+                        Ok(jobs.recorded(driver.start(&input.record.plan)?))
+                    };
+                    self.run_blocking(Class::Start, make).await.flatten()?
+                }
+                driver => self.start_behind_shim(driver).await?,
+            }
         };
         if let Err(step) = recorded {
             // No later daemon would find a pause process without a record.
@@ -210,37 +219,20 @@ impl Jobs {
         Ok(pause)
     }
 
-    /// Makes the files and the spec, and binds the shim's socket or starts the shim. To be called
-    /// with the shim's launch lock held.
+    /// Makes the files and the pause process of a pod whose shim is started first, and records the
+    /// process. To be called with the shim's launch lock held.
     ///
     /// # Errors
     /// The failed step.
-    async fn prepare_start(self: &Arc<Self>) -> Result<Arc<StartInput>, StepError> {
-        if self.shim.listens_only() {
-            let prepare = |jobs: &Self| {
-                let input = jobs.make_files()?;
-                jobs.shim.bind()?;
-                jobs.describe(&input)?;
-                Ok(input)
-            };
-            return self.run_blocking(Class::Start, prepare).await.flatten();
-        }
+    async fn start_behind_shim(
+        self: &Arc<Self>,
+        driver: PauseDriver,
+    ) -> Result<StartedPause, StepError> {
         let input = self.run_blocking(Class::Start, Self::make_files).await.flatten()?;
         self.shim.listen().await?;
         let of = input.clone();
         self.run_blocking(Class::Start, move |jobs| jobs.describe(&of)).await.flatten()?;
-        Ok(input)
-    }
-
-    /// Makes the pause process and records it.
-    ///
-    /// # Errors
-    /// The failed step.
-    async fn start_pause(
-        self: &Arc<Self>,
-        input: Arc<StartInput>,
-    ) -> Result<StartedPause, StepError> {
-        match self.driver.clone() {
+        match driver {
             PauseDriver::Native(driver) => {
                 let start = move |jobs: &Self| Ok(jobs.recorded(driver.start(&input.record.plan)?));
                 self.run_blocking(Class::Start, start).await.flatten()

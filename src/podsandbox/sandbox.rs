@@ -124,8 +124,10 @@ impl Sandbox {
             }
             return Err(failed(step));
         }
-        log::info!(sandbox = id.as_str(); "sandbox created");
+        // cAdvisor looks for containerd's record once, when the pod's cgroup appears: in Start.
         jobs.record_container();
+        jobs.container_recorded().await;
+        log::info!(sandbox = id.as_str(); "sandbox created");
         let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
         Ok(Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone))
     }

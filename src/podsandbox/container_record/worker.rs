@@ -44,7 +44,7 @@ const REFUSALS: u32 = 8;
 /// shim behind the call hangs, and the try has held its permit for as long as a call may take.
 const UNANSWERED: u32 = REFUSALS / 2;
 
-/// How long Start waits for the container's record, which was begun by Create.
+/// How long Create waits for the container's record.
 const BEFORE_START: Duration = Duration::from_millis(250);
 
 /// How long after its cause a task is made, and a container removed: CRI's call that has caused it,
@@ -113,14 +113,14 @@ impl Jobs {
         }
     }
 
-    /// The sandbox is created, or about to be started: it gets its container. Returns at once.
+    /// The sandbox is recorded, or about to be started: it gets its container. Returns at once.
     pub fn record_container(self: &Arc<Self>) {
         if self.records_containers() {
             self.set_goal(Goal::Container);
         }
     }
 
-    /// Waits a moment for that.
+    /// Waits for that, at most [`BEFORE_START`].
     pub async fn container_recorded(self: &Arc<Self>) {
         if self.records_containers() && self.can_be_recorded() {
             self.container.settled(BEFORE_START).await;
