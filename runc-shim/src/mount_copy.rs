@@ -1,4 +1,4 @@
-//! Copies of mounts, and the private places on which the originals are made.
+//! Copies of mounts, and directories of the bundle for mounts that only the shim uses.
 
 use std::fs;
 use std::os::fd::{AsFd as _, BorrowedFd};

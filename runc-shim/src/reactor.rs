@@ -12,7 +12,7 @@ use rustix::io::Errno;
 /// epoll_pwait2(2), which Linux has from 5.11 on.
 const LONGEST_WAIT: Duration = Duration::from_secs(86_400);
 
-/// Delay between two reads of a stream or pipe that epoll cannot watch.
+/// Delay between two attempts to copy a stream, or to read a pipe, that epoll cannot watch.
 pub const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
 
 /// The owner of a descriptor.

@@ -84,16 +84,12 @@ fn execs_that_fail_again_and_again_do_not_fill_the_bundle() {
 #[test]
 fn an_exec_whose_number_another_process_has_does_not_hang() {
     let mut pod = Pod::new();
-    let (path, other) = (pod.path("reuses"), std::process::id());
-    let runtime = pod::runtime().display().to_string();
-    let text = format!(
-        "case \" $* \" in *\" exec \"*)\n\
-         while test $# -gt 1; do test $1 = --pid-file && file=$2; shift; done\n\
-         echo {other} >$file; exit;; esac\nexec {runtime} \"$@\""
+    let other = std::process::id();
+    let commands = format!(
+        "while test $# -gt 1; do test $1 = --pid-file && file=$2; shift; done\n\
+         echo {other} >$file; exit"
     );
-    pod::script(&path, &text);
-    let mut with = Container::default();
-    with.options.binary_name = path;
+    let with = pod.with_commands_before("exec", &commands);
     pod.run("a", "exec sleep 1000", &with);
     pod.exec("a", "e", "exit 4", &Container::default()).unwrap();
     assert_eq!(pod.start("a", "e").unwrap(), other);

@@ -12,18 +12,14 @@ use crate::pod::{self, Container, Pod, eventually, exists};
 /// A runtime whose exec is a process of the node: it writes what `pid_file` prints into the pid
 /// file, once the file `go` exists.
 fn joining_runtime(pod: &Pod, pid_file: &str) -> (Container, String, String) {
-    let (path, began, go) = (pod.path("joins"), pod.path("began"), pod.path("go"));
-    let runtime = pod::runtime().display().to_string();
-    let text = format!(
-        "case \" $* \" in *\" exec \"*) >{began}\n\
+    let (began, go) = (pod.path("began"), pod.path("go"));
+    let commands = format!(
+        ">{began}\n\
          while test $# -gt 1; do test $1 = --pid-file && file=$2; shift; done\n\
          while ! test -e {go}; do sleep 0.01; done\n\
-         {pid_file} >$file; exit;; esac\nexec {runtime} \"$@\""
+         {pid_file} >$file; exit"
     );
-    pod::script(&path, &text);
-    let mut with = Container::default();
-    with.options.binary_name = path;
-    (with, began, go)
+    (pod.with_commands_before("exec", &commands), began, go)
 }
 
 #[test]

@@ -26,9 +26,11 @@ pub struct Container {
 }
 
 impl Pod {
-    /// A container whose runtime runs these commands of a shell first when `action` is called.
+    /// A container whose runtime runs these commands of a shell first when `action` is called. One
+    /// for each action of a pod.
     pub fn with_commands_before(&self, action: &str, commands: &str) -> Container {
         let path = self.path(&format!("runtime-{action}"));
+        assert!(!super::exists(&path), "two of {action}");
         let runtime = super::runtime().display().to_string();
         let text =
             format!("case \" $* \" in *\" {action} \"*) {commands};; esac\nexec {runtime} \"$@\"");
