@@ -178,7 +178,8 @@ settings! {
     shim_env: Variables = Variables::default();
     /// Record each sandbox in containerd as a container, and as a task while the pod's shim runs:
     /// `ctr` lists them, and cAdvisor looks for a pod's network there. Only for pods that the
-    /// sandboxer's own shim serves (`shim`). Applies to pods created after the change.
+    /// sandboxer's own shim serves (`shim`). When it is turned off, existing pods keep their
+    /// records; when it is turned on, they get theirs with their shim.
     container_record: bool = true;
     /// Do not lower `oom_score_adj` below the daemon's own. Same as containerd's setting of this
     /// name; required if the daemon lacks CAP_SYS_RESOURCE.

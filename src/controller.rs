@@ -69,7 +69,8 @@ impl Controller {
         }))
     }
 
-    /// Checks the request and records the sandbox. Runs to its end when the future is dropped.
+    /// Checks the request and records the sandbox, then waits a moment until containerd has
+    /// recorded it as a container. Runs to its end when the future is dropped.
     ///
     /// # Errors
     /// [`Error::Invalid`], [`Error::AlreadyExists`], or the failed step; nothing is left then.
@@ -89,8 +90,10 @@ impl Controller {
             let register = reserved.register.clone();
             let (free, id) = (register.clone(), reserved.id.clone());
             let sandbox = Sandbox::create(environment, request, move |id| free.free(id)).await?;
-            register.slots.lock().insert(id, Slot::Live(Arc::new(sandbox)));
+            let sandbox = Arc::new(sandbox);
+            register.slots.lock().insert(id, Slot::Live(sandbox.clone()));
             drop(reserved);
+            sandbox.container_recorded().await;
             Ok(())
         });
         let fault = |e: tokio::task::JoinError| {

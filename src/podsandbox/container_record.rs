@@ -7,8 +7,8 @@
 //!  container ------> container, task ------------> container ----------> nothing
 //! ```
 //!
-//! The container is recorded before the pause process has its cgroup: cAdvisor looks for it once,
-//! when the cgroup appears. A task needs a server, which is the pod's own shim; a pod without
+//! Create waits a moment until the container is recorded: cAdvisor looks for it once, when the
+//! pod's cgroup appears in Start. A task needs a server, which is the pod's own shim; a pod without
 //! containers has none and gets no task. The task, and the removal at the end, follow the calls
 //! that cause them, so that containerd's database does not delay these. All of it is done by a
 //! worker, one at a time per sandbox, and is tried again: containerd may be down or refuse, and the
@@ -158,8 +158,9 @@ impl ContainerRecord {
         }
     }
 
-    /// Waits until the goal is reached or given up, or a try has failed; at most that long.
-    async fn settled(&self, within: Duration) {
+    /// Waits until the goal is reached or given up, or a try has failed; at most that long. Whether
+    /// it is reached or given up.
+    async fn settled(&self, within: Duration) -> bool {
         let settled = async {
             loop {
                 let mut changed = pin!(self.changed.notified());
@@ -175,6 +176,7 @@ impl ContainerRecord {
         };
         // Without it the sandbox continues.
         let _ = timeout(within, settled).await;
+        self.progress.lock().is_done()
     }
 }
 

@@ -192,23 +192,21 @@ impl Jobs {
     }
 
     async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StepError> {
-        // Create may have been called on an older daemon.
+        // An earlier daemon may have ended before its record, or Create's may have been given up.
         self.record_container();
-        let (pause, recorded) = {
-            // Until the pause process is recorded no caller launches the shim.
-            let _launch = self.shim.lock_launch().await;
-            match self.driver.clone() {
-                PauseDriver::Native(driver) if self.shim.listens_only() => {
-                    let make = move |jobs: &Self| {
-                        let input = jobs.make_files()?;
-                        jobs.shim.bind()?;
-                        jobs.describe(&input)?;
-                        Ok(jobs.recorded(driver.start(&input.record.plan)?))
-                    };
-                    self.run_blocking(Class::Start, make).await.flatten()?
-                }
-                driver => self.start_behind_shim(driver).await?,
+        let (pause, recorded) = match self.driver.clone() {
+            PauseDriver::Native(driver) if self.shim.listens_only() => {
+                // Until the pause process is recorded no caller launches the shim.
+                let _launch = self.shim.lock_launch().await;
+                let make = move |jobs: &Self| {
+                    let input = jobs.make_files()?;
+                    jobs.shim.bind()?;
+                    jobs.describe(&input)?;
+                    Ok(jobs.recorded(driver.start(&input.record.plan)?))
+                };
+                self.run_blocking(Class::Start, make).await.flatten()?
             }
+            driver => self.start_after_shim(driver).await?,
         };
         if let Err(step) = recorded {
             // No later daemon would find a pause process without a record.
@@ -220,11 +218,11 @@ impl Jobs {
     }
 
     /// Makes the files and the pause process of a pod whose shim is started first, and records the
-    /// process. To be called with the shim's launch lock held.
+    /// process.
     ///
     /// # Errors
     /// The failed step.
-    async fn start_behind_shim(
+    async fn start_after_shim(
         self: &Arc<Self>,
         driver: PauseDriver,
     ) -> Result<StartedPause, StepError> {

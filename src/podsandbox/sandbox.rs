@@ -124,9 +124,6 @@ impl Sandbox {
             }
             return Err(failed(step));
         }
-        // cAdvisor looks for containerd's record once, when the pod's cgroup appears: in Start.
-        jobs.record_container();
-        jobs.container_recorded().await;
         log::info!(sandbox = id.as_str(); "sandbox created");
         let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
         Ok(Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone))
@@ -178,6 +175,12 @@ impl Sandbox {
             queried: AtomicBool::new(false),
             started: OnceLock::new(),
         }
+    }
+
+    /// Records the sandbox in containerd. Waits a moment, as cAdvisor looks for that record once,
+    /// when the pod's cgroup appears: in Start.
+    pub async fn container_recorded(&self) {
+        self.jobs.container_recorded().await;
     }
 
     /// The sandbox id.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use kit::{ContainerSpec, Handler, Node, Pod, PodSpec, until};
@@ -23,7 +23,6 @@ pub(crate) fn cases() -> Vec<Case> {
     cases![Kind::Own =>
         a_sandbox_is_a_container_with_a_task_as_the_built_ins,
         a_pod_without_containers_has_no_task,
-        it_is_recorded_before_create_answers,
         it_stays_through_restarts_of_both_daemons,
         the_next_shim_serves_the_task_again,
         a_signal_to_the_task_reaches_the_pause,
@@ -57,7 +56,7 @@ fn info(node: &Node, id: &str) -> Result<serde_json::Value> {
     Ok(serde_json::from_str(&ctr(node, &["containers", "info", id])?)?)
 }
 
-fn is_recorded(node: &Node, id: &str) -> Result<bool> {
+pub(crate) fn is_recorded(node: &Node, id: &str) -> Result<bool> {
     Ok(ctr(node, &["containers", "list", "--quiet"])?.lines().any(|line| line == id))
 }
 
@@ -86,7 +85,7 @@ pub(crate) async fn has_task(pod: &Pod) -> Result<()> {
     .await
 }
 
-async fn is_gone(node: &Node, id: &str) -> Result<()> {
+pub(crate) async fn is_gone(node: &Node, id: &str) -> Result<()> {
     until("no container of the sandbox", SOON, async || {
         ensure!(!is_recorded(node, id)?, "it is recorded");
         ensure!(task(node, id)?.is_none(), "it has a task");
@@ -155,7 +154,7 @@ async fn a_sandbox_is_a_container_with_a_task_as_the_built_ins(
     Ok(())
 }
 
-/// It is recorded before its cgroup is made, and stays as small as it was.
+/// It has a container, and neither a task nor a shim.
 async fn a_pod_without_containers_has_no_task(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("idle").await?;
     until("recorded", SOON, async || {
@@ -167,40 +166,6 @@ async fn a_pod_without_containers_has_no_task(harness: Arc<Harness>) -> Result<(
     none(&shims(&pod)?)?;
     removed(&pod).await?;
     is_gone(&harness.node, pod.id()).await
-}
-
-/// cAdvisor looks for the container once, when the pod's cgroup appears, which is in Start.
-async fn it_is_recorded_before_create_answers(harness: Arc<Harness>) -> Result<()> {
-    /// Create waits no longer for containerd.
-    const WAIT: Duration = Duration::from_millis(250);
-    let (node, sandboxer) = (&harness.node, harness.node.sandboxer());
-    let mut in_time = 0;
-    for number in 1..=10 {
-        let (id, home) =
-            (format!("{number:064x}"), node.prepare(PodSpec::new("created").host_network())?);
-        let called = Instant::now();
-        sandboxer.create(&id, home.config(), "").await?;
-        let (took, answered) = (called.elapsed(), SystemTime::now());
-        until("recorded", SOON, async || {
-            ensure!(is_recorded(node, &id)?, "{number} is not recorded");
-            Ok(())
-        })
-        .await?;
-        if took < WAIT {
-            in_time += 1;
-            let info = info(node, &id)?;
-            let recorded = info["CreatedAt"].as_str().context("no time in the record")?;
-            ensure!(
-                humantime::parse_rfc3339(recorded)? <= answered,
-                "{number}: Create answered after {took:?}, before the record of {recorded}"
-            );
-        }
-        sandboxer.shutdown(&id).await?;
-        is_gone(node, &id).await?;
-        home.clear()?;
-    }
-    ensure!(in_time > 0, "each Create took {WAIT:?} or longer");
-    Ok(())
 }
 
 async fn it_stays_through_restarts_of_both_daemons(harness: Arc<Harness>) -> Result<()> {

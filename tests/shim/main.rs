@@ -8,6 +8,7 @@
 
 mod container_record;
 mod cores;
+mod create;
 mod driver;
 mod frozen;
 mod handover;
@@ -77,6 +78,7 @@ fn main() -> ExitCode {
         own::cases(),
         output::cases(),
         container_record::cases(),
+        create::cases(),
         frozen::cases(),
         cores::cases(),
         interrupted_calls::cases(),

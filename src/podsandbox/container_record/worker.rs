@@ -45,7 +45,7 @@ const REFUSALS: u32 = 8;
 const UNANSWERED: u32 = REFUSALS / 2;
 
 /// How long Create waits for the container's record.
-const BEFORE_START: Duration = Duration::from_millis(250);
+const BEFORE_CREATE_ANSWERS: Duration = Duration::from_millis(250);
 
 /// How long after its cause a task is made, and a container removed: CRI's call that has caused it,
 /// such as CreateContainer, still runs, and containerd writes its database for one call after
@@ -113,17 +113,26 @@ impl Jobs {
         }
     }
 
-    /// The sandbox is recorded, or about to be started: it gets its container. Returns at once.
+    /// The sandbox gets its container. Returns at once.
     pub fn record_container(self: &Arc<Self>) {
         if self.records_containers() {
             self.set_goal(Goal::Container);
         }
     }
 
-    /// Waits for that, at most [`BEFORE_START`].
+    /// The sandbox gets its container. Waits until containerd has it or an attempt has failed, at
+    /// most [`BEFORE_CREATE_ANSWERS`].
     pub async fn container_recorded(self: &Arc<Self>) {
-        if self.records_containers() && self.can_be_recorded() {
-            self.container.settled(BEFORE_START).await;
+        if !self.records_containers() || !self.can_be_recorded() {
+            return;
+        }
+        self.record_container();
+        if !self.container.settled(BEFORE_CREATE_ANSWERS).await {
+            log::warn!(
+                sandbox = self.id().as_str();
+                "containerd has not recorded sandbox as a container yet; \
+                cAdvisor may show no network of the pod"
+            );
         }
     }
 
