@@ -158,29 +158,43 @@ impl ContainerRecord {
         }
     }
 
-    /// Waits until the goal is reached or given up, or a try has failed; at most that long. Whether
-    /// it is reached or given up.
-    async fn settled(&self, within: Duration) -> bool {
-        let settled = async {
+    /// Waits until the goal is reached or given up, or a try has failed; at most that long.
+    async fn settled(&self, within: Duration) {
+        self.wait(within, Progress::is_settled).await;
+    }
+
+    /// As [`Self::settled`], for the container alone: also until another goal is set. False: the
+    /// container is the goal, and is not made.
+    async fn recorded(&self, within: Duration) -> bool {
+        let other = |progress: &Progress| progress.goal != Goal::Container;
+        self.wait(within, |progress| other(progress) || progress.is_settled()).await;
+        let progress = self.progress.lock();
+        other(&progress) || progress.is_done()
+    }
+
+    /// Waits until the progress is `enough`, at most that long.
+    async fn wait(&self, within: Duration, enough: impl Fn(&Progress) -> bool) {
+        let waits = async {
             loop {
                 let mut changed = pin!(self.changed.notified());
                 changed.as_mut().enable();
-                {
-                    let progress = self.progress.lock();
-                    if progress.is_done() || progress.failing || !progress.working {
-                        return;
-                    }
+                if enough(&self.progress.lock()) {
+                    return;
                 }
                 changed.await;
             }
         };
         // Without it the sandbox continues.
-        let _ = timeout(within, settled).await;
-        self.progress.lock().is_done()
+        let _ = timeout(within, waits).await;
     }
 }
 
 impl Progress {
+    /// Nothing is being tried.
+    fn is_settled(&self) -> bool {
+        self.is_done() || self.failing || !self.working
+    }
+
     fn is_done(&self) -> bool {
         match (self.goal, self.done) {
             (Goal::Any, _) => true,
@@ -287,5 +301,26 @@ mod tests {
         record.settled(Duration::MAX).await;
         record.reached(Goal::Container, goal_number);
         record.settled(Duration::MAX).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_container_that_is_not_made_is_reported_while_it_is_wanted() {
+        let record = new();
+        begins(&record, Goal::Container);
+        assert!(!record.recorded(A_MOMENT).await, "it takes longer");
+        record.failed();
+        assert!(!record.recorded(Duration::MAX).await, "a try has failed");
+        // Shutdown, while the call to containerd hangs.
+        record.set_goal(Goal::NoTask);
+        assert!(record.recorded(Duration::MAX).await);
+        record.failed();
+        assert!(record.recorded(Duration::MAX).await);
+
+        let made = new();
+        does(&made, Goal::Container);
+        assert!(made.recorded(Duration::MAX).await);
+        let given_up = new();
+        given_up.give_up(begins(&given_up, Goal::Container));
+        assert!(given_up.recorded(Duration::MAX).await);
     }
 }

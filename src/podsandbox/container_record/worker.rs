@@ -127,7 +127,7 @@ impl Jobs {
             return;
         }
         self.record_container();
-        if !self.container.settled(BEFORE_CREATE_ANSWERS).await {
+        if !self.container.recorded(BEFORE_CREATE_ANSWERS).await {
             log::warn!(
                 sandbox = self.id().as_str();
                 "containerd has not recorded sandbox as a container yet; \
