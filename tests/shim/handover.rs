@@ -13,8 +13,8 @@ use nix::sys::signal::Signal;
 use sha2::{Digest as _, Sha256};
 
 use crate::harness::{
-    Case, Harness, SOON, cases_of_both, end_empty, inside, no_shim, none, not_ready, one_shim,
-    removed, shims, signal,
+    Case, Harness, SOON, cases_of_both, end_empty, end_empty_by, inside, no_shim, none, not_ready,
+    one_shim, removed, shims, signal,
 };
 use crate::self_started::a_shim_has_the_variables_that_are_set;
 use kit::until;
@@ -71,6 +71,7 @@ async fn an_empty_shim_that_ends_is_followed_by_another(harness: Arc<Harness>) -
     let pod = harness.pod("again").await?;
     let first = pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
+    harness.bring_shim(&pod).await?;
     first.stop().await?;
     first.remove().await?;
     end_empty(&pod, &shim).await?;
@@ -194,6 +195,7 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(
     for name in ["a", "b"] {
         let container = pod.run(ContainerSpec::sleeping(name)).await?;
         let shim = one_shim(&pod).await?;
+        harness.bring_shim(&pod).await?;
         container.stop().await?;
         container.remove().await?;
         end_empty(&pod, &shim).await?;
@@ -202,9 +204,10 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(
     // An empty shim that is killed.
     let container = pod.run(ContainerSpec::sleeping("killed")).await?;
     let shim = one_shim(&pod).await?;
+    harness.bring_shim(&pod).await?;
     container.stop().await?;
     container.remove().await?;
-    signal(shim.pid, Signal::SIGKILL)?;
+    end_empty_by(&pod, &shim, Signal::SIGKILL).await?;
     no_shim(&pod).await?;
     pod.run(ContainerSpec::sleeping("c")).await.context("after the shims that ended")?;
     ensure!(pod.is_ready().await?, "the pod ended with its visitors");
@@ -267,6 +270,7 @@ async fn a_killed_daemon_finds_the_shim_again(harness: Arc<Harness>) -> Result<(
     harness.node.start_sandboxer().await?;
     let recorded = fs::read_to_string(&record)?;
     ensure!(recorded.contains(&format!("\"pid\":{}", shim.pid)), "the record is {recorded}");
+    harness.bring_shim(&busy).await?;
     for container in [first, second] {
         container.stop().await?;
         container.remove().await?;
@@ -300,6 +304,7 @@ async fn a_restarted_daemon_keeps_the_socket_that_its_shim_has(
     for _ in 0..2 {
         harness.restart().await?;
     }
+    harness.bring_shim(&pod).await?;
     first.stop().await?;
     first.remove().await?;
     end_empty(&pod, &shim).await?;

@@ -134,7 +134,8 @@ impl Harness {
         self.node.run(Handler::Ours, PodSpec::new(name).host_network()).await
     }
 
-    /// Waits until a pod without containers has its shim, if the sandbox is a task of it.
+    /// Waits until a pod has its shim, if the sandbox is a task of it, and the task: a shim that
+    /// ends before may be followed by another, for the task.
     pub(crate) async fn bring_shim(&self, pod: &Pod) -> Result<()> {
         if self.kind != Kind::Own {
             return Ok(());
@@ -191,11 +192,20 @@ pub(crate) async fn no_shim(pod: &Pod) -> Result<()> {
 /// Ends a shim that has no containers any more. From 2.4 on containerd has done so with the last
 /// container; before, it is a signal, with the same effect.
 pub(crate) async fn end_empty(pod: &Pod, shim: &Proc) -> Result<()> {
+    end_empty_by(pod, shim, nix::sys::signal::Signal::SIGTERM).await
+}
+
+/// The same by this signal.
+pub(crate) async fn end_empty_by(
+    pod: &Pod,
+    shim: &Proc,
+    by: nix::sys::signal::Signal,
+) -> Result<()> {
     until("the end of the empty shim", SOON, async || {
         let now = shims(pod)?;
         if now.iter().any(|now| now.pid == shim.pid) {
             // Again and again: one that has just been executed passes it over.
-            match signal(shim.pid, nix::sys::signal::Signal::SIGTERM) {
+            match signal(shim.pid, by) {
                 Err(e) if e.downcast_ref() == Some(&nix::Error::ESRCH) => {}
                 other => other?,
             }

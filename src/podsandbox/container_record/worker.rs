@@ -227,15 +227,23 @@ impl Jobs {
     }
 
     async fn make_task(self: &Arc<Self>, containers: &Containers) -> Result<(), Failure> {
-        if !self.shim.has_shim() {
-            // A connection of containerd would start another, for the task alone.
-            return Err(Failure::Unfit("its shim has ended"));
-        }
         let stage = self.run_blocking(Class::Query, |jobs| jobs.store.stage()).await?;
         let stage = stage.map_err(StepError::from)?;
         let Stage::Started { identity } = stage else {
             return Err(Failure::Unfit("no pause process"));
         };
+        let id = self.id().as_str();
+        // For a sandbox that it does not know, containerd starts a shim of its own, whatever
+        // address the request has.
+        if !containers.knows_sandbox(id).await? {
+            return Err(Failure::Unfit("containerd does not know the sandbox"));
+        }
+        self.make_container(containers).await?;
+        if !self.shim.has_shim() {
+            // A connection would start another, for the task alone. One that ends from here on is
+            // followed by another, which stays until it ends with a container or the pod.
+            return Err(Failure::Unfit("its shim has ended"));
+        }
         // First, as a shim that cannot serve the task would mistake it for a container to run.
         match self.shim.set_pause(&identity).await {
             Ok(()) => {}
@@ -244,13 +252,6 @@ impl Jobs {
             }
             Err(PauseRefused::Failed(step)) => return Err(step.into()),
         }
-        let id = self.id().as_str();
-        // For a sandbox that it does not know, containerd starts a shim of its own, whatever
-        // address the request has.
-        if !containers.knows_sandbox(id).await? {
-            return Err(Failure::Unfit("containerd does not know the sandbox"));
-        }
-        self.make_container(containers).await?;
         containers.create_task(id, &self.shim.address()).await?;
         match containers.task(id).await? {
             TaskState::Running(pid) if pid == identity.pid => Ok(()),
