@@ -1,11 +1,8 @@
-//! Builds what the daemon embeds: the wire types and the pause program.
+//! Builds the pause program, which the daemon embeds.
 
 #[path = "build/pause.rs"]
 mod pause;
-#[path = "build/wire.rs"]
-mod wire;
 
 fn main() {
-    wire::generate();
     pause::compile();
 }

@@ -7,7 +7,6 @@
 use std::io::{self, Write};
 
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use tar::{Builder, EntryType, Header};
 
 use crate::containerd::images::{ImageBlob, ImageInMemory};
@@ -25,22 +24,6 @@ const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
-
-impl ImageBlob {
-    fn new(media_type: &str, bytes: Vec<u8>) -> Self {
-        let digest: String = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
-        Self { media_type: media_type.to_owned(), digest: format!("sha256:{digest}"), bytes }
-    }
-
-    fn json(media_type: &str, value: &Value) -> Self {
-        Self::new(media_type, value.to_string().into_bytes())
-    }
-
-    /// Its descriptor (OCI image spec).
-    fn descriptor(&self) -> Value {
-        json!({ "mediaType": self.media_type, "digest": self.digest, "size": self.bytes.len() })
-    }
-}
 
 /// The pause program as an image.
 ///

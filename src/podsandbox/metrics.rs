@@ -29,9 +29,9 @@ pub fn read_metrics(cgroup_parent: &str) -> Result<Metric, StepError> {
     let unified = unified(root)?;
     let timestamp = SystemTime::now();
     let data = if unified {
-        payload(V2, &v2::read(root, &parent)?)
+        payload(V2, &v2::read(root, &parent).map_err(failed_read)?)
     } else {
-        payload(V1, &v1::read(root, &parent)?)
+        payload(V1, &v1::read(root, &parent).map_err(failed_read)?)
     };
     Ok(Metric { timestamp, data: data? })
 }
@@ -61,10 +61,9 @@ fn parent(cgroup_parent: &str) -> Result<PathBuf, StepError> {
     Ok(Path::new(cgroup_parent).components().filter(|part| plain(*part)).collect())
 }
 
-impl From<cgroup_metrics::Error> for StepError {
-    fn from(e: cgroup_metrics::Error) -> Self {
-        Self::at(READ, e.path, e.source)
-    }
+/// The failed step of a read of `cgroup_metrics`.
+pub(super) fn failed_read(e: cgroup_metrics::Error) -> StepError {
+    StepError::at(READ, e.path, e.source)
 }
 
 #[cfg(test)]

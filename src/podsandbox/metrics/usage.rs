@@ -5,7 +5,7 @@ use std::path::Path;
 
 use cgroup_metrics::directory::{Directory, of_controller};
 
-use super::parent;
+use super::{failed_read, parent};
 use crate::cgroup::mounts::{ROOT, unified};
 use crate::error::StepError;
 
@@ -29,8 +29,14 @@ pub fn read_usage(cgroup_parent: &str) -> Result<Option<Usage>, StepError> {
         return Ok(None);
     }
     let (root, parent) = (Path::new(ROOT), parent(cgroup_parent)?);
-    if unified(root)? {
-        let Some(directory) = Directory::open(root.join(&parent))? else { return Ok(None) };
+    let unified = unified(root)?;
+    read(root, &parent, unified).map_err(failed_read)
+}
+
+/// Reads the cgroup `parent` below `root`, on cgroup v2 where `unified`.
+fn read(root: &Path, parent: &Path, unified: bool) -> Result<Option<Usage>, cgroup_metrics::Error> {
+    if unified {
+        let Some(directory) = Directory::open(root.join(parent))? else { return Ok(None) };
         return Ok(Some(Usage {
             memory: directory.number("memory.current", u64::MAX)?.unwrap_or_default(),
             cpu_usec: directory.numbers("cpu.stat")?.unwrap_or_default().get("usage_usec"),
@@ -38,8 +44,8 @@ pub fn read_usage(cgroup_parent: &str) -> Result<Option<Usage>, StepError> {
         }));
     }
     let mut found = false;
-    let mut number = |controller, file| -> Result<u64, StepError> {
-        let Some(directory) = Directory::open(of_controller(root, controller, &parent))? else {
+    let mut number = |controller, file| -> Result<u64, cgroup_metrics::Error> {
+        let Some(directory) = Directory::open(of_controller(root, controller, parent))? else {
             return Ok(0);
         };
         found = true;

@@ -8,12 +8,13 @@ pub mod containers;
 pub mod cri;
 mod grpc;
 pub mod images;
+pub mod protos;
 
 pub use grpc::{CallError, GrpcEndpoint};
 
-use crate::error::StepError;
 use crate::protos::store::StoreGetRequest;
 use crate::protos::version::VersionResponse;
+use base::error::StepError;
 use grpc::code;
 use protobuf::well_known_types::empty::Empty;
 

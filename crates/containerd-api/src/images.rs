@@ -5,15 +5,17 @@ use std::time::{Duration, SystemTime};
 
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, MessageField};
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
 
 use super::grpc::{CallError, GrpcEndpoint, code};
-use crate::error::StepError;
 use crate::protos::image_store::{
     ContentDescriptor, CreateImageRequest, CreateLeaseRequest, DeleteImageRequest,
     DeleteLeaseRequest, StoredImage, UpdateImageRequest, UpdatedFields, WriteAction,
     WriteContentRequest,
 };
-use crate::time::rfc3339;
+use base::error::StepError;
+use base::time::rfc3339;
 
 const IMPORT: &str = "import image";
 
@@ -35,6 +37,24 @@ pub struct ImageBlob {
     pub digest: String,
     /// Its content.
     pub bytes: Vec<u8>,
+}
+
+impl ImageBlob {
+    /// A part with that content.
+    pub fn new(media_type: &str, bytes: Vec<u8>) -> Self {
+        let digest: String = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
+        Self { media_type: media_type.to_owned(), digest: format!("sha256:{digest}"), bytes }
+    }
+
+    /// A part whose content is JSON.
+    pub fn json(media_type: &str, value: &Value) -> Self {
+        Self::new(media_type, value.to_string().into_bytes())
+    }
+
+    /// Its descriptor (OCI image spec).
+    pub fn descriptor(&self) -> Value {
+        json!({ "mediaType": self.media_type, "digest": self.digest, "size": self.bytes.len() })
+    }
 }
 
 /// An image in memory.

@@ -9,6 +9,9 @@ use std::{env, fs};
 
 use ttrpc_codegen::{Codegen, Customize, ProtobufCustomize};
 
+/// The directory of the definitions, below the workspace.
+const PROTOS: &str = "../../protos";
+
 /// The files of `protos/` without their ending. The generated modules have these names, so no two
 /// may be equal, and a file holds at most one service: the generator names handlers by method
 /// alone.
@@ -26,14 +29,14 @@ const FILES: [&str; 10] = [
 ];
 
 /// Generates one module per file and a `mod.rs` that names them all into `OUT_DIR/protos`.
-pub(crate) fn generate() {
-    println!("cargo:rerun-if-changed=build/wire.rs");
-    println!("cargo:rerun-if-changed=protos");
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=../../protos");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("protos");
     fs::create_dir_all(&out).unwrap_or_else(|e| panic!("mkdir {}: {e}", out.display()));
     Codegen::new()
-        .inputs(FILES.map(|file| format!("protos/{file}.proto")))
-        .include("protos")
+        .inputs(FILES.map(|file| format!("{PROTOS}/{file}.proto")))
+        .include(PROTOS)
         .out_dir(&out)
         .rust_protobuf()
         .rust_protobuf_customize(ProtobufCustomize::default().gen_mod_rs(false))

@@ -11,7 +11,6 @@ use protobuf::{Message as _, MessageField};
 
 use super::grpc::code;
 use super::{CallError, SandboxStore};
-use crate::error::StepError;
 use crate::protos::containers::{
     Container, ContainerRuntime, CreateContainerRequest, DeleteContainerRequest,
     GetContainerRequest, GetContainerResponse, ListContainerMessage, ListContainersRequest,
@@ -20,6 +19,7 @@ use crate::protos::tasks::{
     CreateTaskRequest, DeleteTaskRequest, GetTaskRequest, GetTaskResponse, StartTaskRequest,
     TaskStatus,
 };
+use base::error::StepError;
 
 const CONTAINERS: &str = "containerd.services.containers.v1.Containers";
 const TASKS: &str = "containerd.services.tasks.v1.Tasks";

@@ -8,7 +8,6 @@ use protobuf::MessageField;
 use protobuf::well_known_types::empty::Empty;
 
 use super::grpc::{GrpcEndpoint, code};
-use crate::error::StepError;
 use crate::protos::cri::PodSandboxConfig;
 use crate::protos::cri_runtime::{
     ContainerConfig, CreateContainerRequest, CreateContainerResponse, ExecSyncRequest,
@@ -18,6 +17,7 @@ use crate::protos::cri_runtime::{
     RunPodSandboxResponse, StartContainerRequest, StatusRequest, StatusResponse,
     StopContainerRequest, StopPodSandboxRequest,
 };
+use base::error::StepError;
 
 const RUNTIME: &str = "runtime.v1.RuntimeService";
 const IMAGE: &str = "runtime.v1.ImageService";

@@ -9,7 +9,7 @@ use http::{HeaderMap, Request};
 use protobuf::Message;
 use tokio::net::UnixStream;
 
-use crate::error::{IoContext as _, StepError};
+use base::error::{IoContext as _, StepError};
 
 /// Size of the prefix of a gRPC message, a flag and the length; bytes.
 const HEAD: usize = 5;
@@ -19,14 +19,14 @@ const LARGEST: usize = 16 << 20;
 
 /// gRPC's codes.
 pub(super) mod code {
-    pub(in crate::containerd) const OK: u32 = 0;
-    pub(in crate::containerd) const INVALID_ARGUMENT: u32 = 3;
-    pub(in crate::containerd) const NOT_FOUND: u32 = 5;
-    pub(in crate::containerd) const ALREADY_EXISTS: u32 = 6;
-    pub(in crate::containerd) const PERMISSION_DENIED: u32 = 7;
-    pub(in crate::containerd) const FAILED_PRECONDITION: u32 = 9;
-    pub(in crate::containerd) const UNIMPLEMENTED: u32 = 12;
-    pub(in crate::containerd) const UNAVAILABLE: u32 = 14;
+    pub(crate) const OK: u32 = 0;
+    pub(crate) const INVALID_ARGUMENT: u32 = 3;
+    pub(crate) const NOT_FOUND: u32 = 5;
+    pub(crate) const ALREADY_EXISTS: u32 = 6;
+    pub(crate) const PERMISSION_DENIED: u32 = 7;
+    pub(crate) const FAILED_PRECONDITION: u32 = 9;
+    pub(crate) const UNIMPLEMENTED: u32 = 12;
+    pub(crate) const UNAVAILABLE: u32 = 14;
 }
 
 /// The status of a call.

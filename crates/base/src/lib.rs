@@ -1,0 +1,7 @@
+//! What the daemon and the node tools share.
+
+pub mod config;
+pub mod error;
+pub mod id;
+pub mod replace_file;
+pub mod time;
