@@ -1,12 +1,14 @@
-//! The exit of a sandbox's pause process, which its actor waits for, and the backoff of the cleanup
-//! after it.
+//! The exit of a sandbox's pause process, which its actor waits for, and the retries of the work
+//! that failed.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use tokio::time::timeout;
 
 use crate::process::{Exit, Process};
 
@@ -76,9 +78,78 @@ impl Backoff {
     }
 }
 
+/// Calls `work` until it breaks, and returns its result. After each failure it waits for the delay
+/// of `backoff`, or until the future of `wake` ends, which is made anew for each delay.
+///
+/// `work` gets the number of failures before it: with 0 it logs what later attempts need not
+/// repeat, and where the first attempt was made elsewhere, it continues. It decides after a wake-up
+/// whether there is still something to do. A wake-up during an attempt must not be lost:
+/// `Notify::notify_one` and `watch` keep it, and `std::future::pending` is for work without one.
+pub async fn retry<T, W, A>(
+    backoff: Backoff,
+    wake: impl Fn() -> W,
+    mut work: impl FnMut(u32) -> A,
+) -> T
+where
+    W: Future<Output = ()>,
+    A: Future<Output = ControlFlow<T>>,
+{
+    let mut failures: u32 = 0;
+    loop {
+        if let ControlFlow::Break(result) = work(failures).await {
+            return result;
+        }
+        failures = failures.saturating_add(1);
+        // Both ends of the delay lead to the next attempt.
+        let _ = timeout(backoff.delay(failures), wake()).await;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::future::{pending, ready};
+
+    use tokio::sync::Notify;
+    use tokio::time::Instant;
+
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn retries_with_growing_delays_until_the_work_breaks() {
+        let (begun, mut seen) = (Instant::now(), Vec::new());
+        let result = retry(CLEANUP, pending, |failures| {
+            seen.push((failures, begun.elapsed().as_secs()));
+            let done = failures == 3;
+            ready(if done { ControlFlow::Break("done") } else { ControlFlow::Continue(()) })
+        });
+        assert_eq!(result.await, "done");
+        assert_eq!(seen, [(0, 0), (1, 1), (2, 3), (3, 7)]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_wake_up_ends_a_delay_also_one_that_came_during_the_attempt() {
+        let (begun, woken) = (Instant::now(), Notify::new());
+        let wake = || woken.notified();
+        retry(CLEANUP, wake, |failures| {
+            if failures == 0 {
+                woken.notify_one();
+            }
+            let done = failures == 2;
+            ready(if done { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })
+        .await;
+        assert_eq!(begun.elapsed(), CLEANUP.delay(2), "only the second delay has passed");
+    }
+
+    #[tokio::test]
+    async fn a_retry_can_be_a_task_of_its_own() {
+        let woken = Arc::new(Notify::new());
+        let task = tokio::spawn(async move {
+            let work = async |_| ControlFlow::Break(());
+            retry(CLEANUP, || woken.notified(), work).await;
+        });
+        assert!(task.await.is_ok());
+    }
 
     #[test]
     fn doubles_from_one_second_to_five_minutes() {
