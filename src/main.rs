@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
-use pause_sandboxer::check::{self, Level};
+use node::check::{self, DaemonFindings, Level};
 use pause_sandboxer::cli::{
     self, Command, ConfigCommand, DOWN, Format, SettingsSource, WARNED, table, watch::ListWatch,
 };
@@ -15,6 +15,7 @@ use pause_sandboxer::config::{self, Config};
 use pause_sandboxer::enable::{self, Disablement, Enablement, RestartBy};
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::oci_image;
+use pause_sandboxer::pause::binary::{PROGRAM, SELFTEST};
 use pause_sandboxer::selftest::{self, Selftest};
 
 mod daemon;
@@ -98,11 +99,16 @@ fn run(command: Command) -> Result<ExitCode, CommandFailure> {
 }
 
 fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
-    let findings = check::run(&check::Subject {
+    let subject = check::Subject {
         config: options.settings.load()?,
         containerd_config: options.containerd_config.clone(),
         containerd_program: options.containerd.clone(),
-    });
+    };
+    let own = DaemonFindings {
+        first: pause_sandboxer::check::run(&subject.config),
+        shims: &|runtimes| pause_sandboxer::check::shims(runtimes, &subject.config),
+    };
+    let findings = check::run(&subject, own);
     print(&match options.output {
         Format::Json => pretty(&findings.iter().map(check::Finding::to_json).collect()),
         Format::Text => findings.iter().map(|finding| format!("{finding}\n")).collect(),
@@ -137,6 +143,7 @@ fn enable(options: &cli::Enable) -> Result<(), CommandFailure> {
     let wanted = Enablement {
         subject,
         settings: enable::settings_file(change.settings.file.as_deref()),
+        pause_program: PROGRAM,
         handler: options.handler.clone(),
         options_of: options.options_of.clone(),
         default: options.default,
@@ -170,6 +177,7 @@ fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
             containerd_config: options.containerd_config.clone(),
             containerd_program: options.containerd.clone(),
         },
+        program: SELFTEST,
         handler: options.handler.clone(),
         host_network: options.host_network,
         restart: options.restart_sandboxer.then(|| options.restart_command.clone()),
@@ -210,12 +218,12 @@ fn stats(once: bool, interval: u32, settings: &SettingsSource) -> Result<(), Com
 fn write_image(file: Option<&Path>) -> Result<(), String> {
     match file {
         Some(path) => File::create(path)
-            .and_then(|file| oci_image::write(BufWriter::new(file)))
+            .and_then(|file| oci_image::write(PROGRAM, BufWriter::new(file)))
             .map_err(|e| format!("write {}: {e}", path.display())),
         None if io::stdout().is_terminal() => {
             Err("image: refusing to write an archive to a terminal; use -o FILE".to_owned())
         }
-        None => oci_image::write(io::stdout().lock())
+        None => oci_image::write(PROGRAM, io::stdout().lock())
             .map_err(|e| format!("write to standard output: {e}")),
     }
 }

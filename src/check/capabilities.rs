@@ -1,6 +1,8 @@
 //! The capabilities of the check's process, which should be those of the daemon.
 
-use super::{Finding, read_file};
+use node::check::Finding;
+
+use super::read_file;
 use crate::config::Config;
 
 const SUBJECT: &str = "privileges";
@@ -89,7 +91,8 @@ fn capabilities(status: &str, restricted: bool) -> Vec<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Level;
+    use node::check::Level;
+
     use super::*;
 
     fn levels(mask: u64, restricted: bool) -> Vec<Level> {

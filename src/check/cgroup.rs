@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use super::Finding;
+use node::check::Finding;
+
 use crate::cgroup::mounts::{Mounted, ROOT};
 
 const SUBJECT: &str = "cgroup";
@@ -95,7 +96,8 @@ fn fits(init: &Init) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Level;
+    use node::check::Level;
+
     use super::*;
     use crate::cgroup::mounts::Hierarchy;
 

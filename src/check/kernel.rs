@@ -1,6 +1,8 @@
 //! The kernel's version and settings.
 
-use super::{Finding, read_file};
+use node::check::Finding;
+
+use super::read_file;
 
 const SUBJECT: &str = "kernel";
 
@@ -66,7 +68,8 @@ fn memfd(setting: &str) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Level;
+    use node::check::Level;
+
     use super::*;
 
     #[test]

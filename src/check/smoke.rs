@@ -3,7 +3,8 @@
 use std::io;
 use std::time::Duration;
 
-use super::Finding;
+use node::check::Finding;
+
 use crate::config::Config;
 use crate::error::{IoContext as _, StepError};
 use crate::id::SandboxId;

@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 
 pub use crate::process::Exit;
+pub use base::platform::Platform;
 
 mod actor;
 mod container_record;
@@ -109,26 +110,6 @@ pub struct StatusReport {
     pub address: String,
     /// Version of the Task API at `address`.
     pub version: u32,
-}
-
-/// The answer of Platform (OCI platform names).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Platform {
-    /// `linux`.
-    pub os: &'static str,
-    /// `amd64` or `arm64`.
-    pub architecture: &'static str,
-    /// CPU variant such as `v8`; empty where there is none.
-    pub variant: &'static str,
-}
-
-impl Platform {
-    /// The node's own.
-    pub const fn node() -> Self {
-        let (architecture, variant) =
-            if cfg!(target_arch = "aarch64") { ("arm64", "v8") } else { ("amd64", "") };
-        Self { os: "linux", architecture, variant }
-    }
 }
 
 /// The answer of Metrics (`containerd.types.Metric`).

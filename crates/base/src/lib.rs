@@ -3,5 +3,6 @@
 pub mod config;
 pub mod error;
 pub mod id;
+pub mod platform;
 pub mod replace_file;
 pub mod time;

@@ -1,0 +1,152 @@
+//! `pause-sandboxer check`: diagnoses the node and prints a remedy for each problem.
+//!
+//! Each module reads a part of the node and passes it to a pure function, which makes the
+//! [`Finding`]s. No file and no service is changed. The daemon's own code examines whether it can
+//! work on the node: [`DaemonFindings`].
+
+use std::fmt;
+use std::path::PathBuf;
+
+use base::config::Config;
+
+pub(crate) mod containerd;
+mod daemon;
+pub(crate) mod kubelet;
+mod sandboxes;
+mod systemd;
+
+/// The command that corrects most problems. [`containerd::examine`] adds the options that the last
+/// `enable` has set.
+const ENABLE: &str = "pause-sandboxer enable --restart";
+
+/// The severity of a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// No problem.
+    Ok,
+    /// Pods can run, but an operator should act.
+    Warn,
+    /// Pods cannot run.
+    Fail,
+}
+
+/// The result of examining one part of the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// The severity.
+    pub level: Level,
+    /// The part of the node that was examined.
+    pub subject: &'static str,
+    /// The fact.
+    pub fact: String,
+    /// The remedy; empty if none is needed.
+    pub advice: String,
+}
+
+impl Finding {
+    /// A part without a problem.
+    pub fn ok(subject: &'static str, fact: impl Into<String>) -> Self {
+        Self { level: Level::Ok, subject, fact: fact.into(), advice: String::new() }
+    }
+
+    /// A part that an operator should correct.
+    pub fn warn(subject: &'static str, fact: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { level: Level::Warn, subject, fact: fact.into(), advice: advice.into() }
+    }
+
+    /// A part that prevents pods.
+    pub fn fail(subject: &'static str, fact: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { level: Level::Fail, subject, fact: fact.into(), advice: advice.into() }
+    }
+}
+
+impl Level {
+    /// Its word in JSON.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Fail => "fail",
+        }
+    }
+}
+
+impl Finding {
+    /// As an object, for scripts.
+    pub fn to_json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "level": self.level.name(), "subject": self.subject,
+            "fact": self.fact, "advice": self.advice,
+        })
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let level = match self.level {
+            Level::Ok => "ok",
+            Level::Warn => "warn",
+            Level::Fail => "FAIL",
+        };
+        write!(f, "{level:4}  {}: {}", self.subject, self.fact)?;
+        if !self.advice.is_empty() {
+            write!(f, "\n      -> {}", self.advice)?;
+        }
+        Ok(())
+    }
+}
+
+/// The node to examine.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    /// The daemon's settings.
+    pub config: Config,
+    /// containerd's config file; `None`: the one that the running containerd was started with.
+    pub containerd_config: Option<PathBuf>,
+    /// containerd's program, where a bare name is searched in `PATH`; `None`: the one that runs.
+    pub containerd_program: Option<PathBuf>,
+}
+
+/// The findings of the daemon's code, which this crate does not have.
+pub struct DaemonFindings<'a> {
+    /// Whether the daemon can work here: kernel, privileges, cgroups, mounts.
+    pub first: Vec<Finding>,
+    /// Examines the shims of runtimes, such as `io.containerd.runc.v2`.
+    pub shims: &'a dyn Fn(&[&str]) -> Vec<Finding>,
+}
+
+/// Examines everything, in the order in which problems must be solved.
+pub fn run(subject: &Subject, own: DaemonFindings<'_>) -> Vec<Finding> {
+    let mut findings = own.first;
+    findings.extend(daemon::examine(&subject.config));
+    findings.extend(systemd::examine());
+    findings.extend(sandboxes::examine(&subject.config));
+    findings.extend(containerd::examine(subject, own.shims));
+    findings
+}
+
+/// The worst level of `findings`.
+pub fn worst(findings: &[Finding]) -> Level {
+    findings.iter().map(|finding| finding.level).max().unwrap_or(Level::Ok)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_finding_shows_level_subject_fact_and_advice() {
+        assert_eq!(Finding::ok("kernel", "6.18").to_string(), "ok    kernel: 6.18");
+        assert_eq!(Finding::warn("a", "b", "c").to_string(), "warn  a: b\n      -> c");
+        assert_eq!(Finding::fail("a", "b", "c").to_string(), "FAIL  a: b\n      -> c");
+    }
+
+    #[test]
+    fn the_worst_level_counts() {
+        let (ok, warn, fail) =
+            (Finding::ok("a", ""), Finding::warn("a", "", ""), Finding::fail("a", "", ""));
+        assert_eq!(worst(&[]), Level::Ok);
+        assert_eq!(worst(&[warn.clone(), ok.clone()]), Level::Warn);
+        assert_eq!(worst(&[ok, fail, warn]), Level::Fail);
+    }
+}

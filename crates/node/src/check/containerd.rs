@@ -1,0 +1,474 @@
+//! containerd: its version, its socket, and whether its config names this sandboxer.
+
+use std::collections::BTreeSet;
+use std::fmt::Display;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use toml::{Table, Value};
+
+use super::{ENABLE, Finding, Level, Subject, kubelet};
+use base::config::{Config, Pattern, ShimOwner};
+
+mod config;
+mod enabled;
+mod environment;
+mod files;
+mod loaded;
+mod node;
+mod running;
+
+pub(crate) use enabled::{BaseHandler, EnabledOptions, MARK};
+pub(crate) use node::NodeContainerd;
+use running::ContainerdProgram;
+
+const SUBJECT: &str = "containerd";
+const CONFIG: &str = "containerd config";
+
+/// The proxy plugin's name that the advice and the documents use.
+const NAME: &str = "pause-sandboxer";
+
+/// The handler's usual name.
+pub(crate) const HANDLER: &str = "runc-pause";
+
+/// The plugin that holds CRI's runtime settings.
+pub(crate) const RUNTIME: &str = "io.containerd.cri.v1.runtime";
+
+/// The plugin that holds CRI's settings of images.
+pub(crate) const IMAGES: &str = "io.containerd.cri.v1.images";
+
+/// The plugin that holds all of CRI's settings in a config of version 2.
+pub(crate) const CRI_OF_2: &str = "io.containerd.grpc.v1.cri";
+
+/// The plugin that listens, from containerd 2.3 on.
+const SERVER: &str = "io.containerd.server.v1.grpc";
+
+/// Examines containerd's program, socket and config.
+pub(super) fn examine(subject: &Subject, shims: &dyn Fn(&[&str]) -> Vec<Finding>) -> Vec<Finding> {
+    let address = &subject.config.containerd_address;
+    let node = NodeContainerd::find(subject);
+    let (version, is_containerd) = examine_program(&node.program);
+    let mut findings = vec![version, socket(address)];
+    if is_containerd {
+        findings.extend(examine_config(&node, &subject.config, shims));
+    } else {
+        // Only a containerd is asked for its config: any program may listen at the socket.
+        findings.push(Finding::fail(
+            CONFIG,
+            format!("{} was not examined: this needs containerd 2.x", node.file.display()),
+            "see the finding of containerd's version",
+        ));
+    }
+    let command = node.enable_command();
+    for finding in &mut findings {
+        finding.advice = finding.advice.replace(ENABLE, &command);
+    }
+    findings
+}
+
+fn examine_config(
+    node: &NodeContainerd,
+    config: &Config,
+    shims: &dyn Fn(&[&str]) -> Vec<Finding>,
+) -> Vec<Finding> {
+    let shown = node.file.display();
+    let main = match files::Main::read(&node.file) {
+        Ok(main) => main,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return vec![Finding::fail(
+                CONFIG,
+                format!("{shown}: {e}"),
+                format!("{ENABLE} creates it, or set its path with --containerd-config"),
+            )];
+        }
+        Err(e) => return vec![Finding::fail(CONFIG, format!("{shown}: {e}"), "make it readable")],
+    };
+    let table = match node.dump() {
+        Ok(table) => table,
+        Err(reason) => {
+            return vec![Finding::fail(
+                CONFIG,
+                reason,
+                "run the command; containerd does not start with a config that it cannot load",
+            )];
+        }
+    };
+    let mut findings = vec![Finding::ok(CONFIG, format!("{shown} with its imports"))];
+    findings.extend(main.missing_imports(None));
+    findings.extend(main.lost_handlers(&table));
+    if let Some(drop_in) = files::drop_in().filter(|drop_in| !drop_in.is_in(&table)) {
+        // A config that names the sandboxer elsewhere does not need the drop-in.
+        if proxy(&table, config).is_err() {
+            // All else is in it.
+            findings.push(main.not_imported(&drop_in.path));
+            return findings;
+        }
+    }
+    findings.extend(node.started.and_then(|started| main.written_after(started, &node.unit)));
+    findings.extend(loaded::examine(node, &all(&table, config).ours, config));
+    findings.extend(config_findings(&table, config));
+    findings.extend(shims(&runtime_types(&ours(&table, config))));
+    findings.extend(kubelet::examine(&all(&table, config)));
+    findings
+}
+
+/// The finding about the version of the program, and whether it is a supported containerd.
+fn examine_program(program: &ContainerdProgram) -> (Finding, bool) {
+    let shown = program.path().display();
+    let mut command = program.command();
+    command.arg("--version");
+    match config::run(command) {
+        Ok(output) => {
+            let finding = version(&output.stdout);
+            let supported =
+                finding.level != Level::Fail && output.stdout.starts_with("containerd ");
+            (finding, supported)
+        }
+        Err(e) => {
+            let advice = "start containerd, or set the path of its program with --containerd";
+            (Finding::warn(SUBJECT, format!("{shown} --version: {e}"), advice), false)
+        }
+    }
+}
+
+/// `printed` is what `containerd --version` prints: name, module, version, revision.
+fn version(printed: &str) -> Finding {
+    let version = printed.split_whitespace().nth(2).unwrap_or_default();
+    let major = version
+        .trim_start_matches('v')
+        .split('.')
+        .next()
+        .and_then(|number| number.parse::<u32>().ok());
+    match major {
+        Some(2) => Finding::ok(SUBJECT, format!("version {version}")),
+        Some(0 | 1) => Finding::fail(
+            SUBJECT,
+            format!("version {version}"),
+            "upgrade to 2.0 or newer: older versions do not support external sandboxers",
+        ),
+        _ => Finding::warn(
+            SUBJECT,
+            format!("unknown version: {:?}", printed.trim()),
+            "use containerd 2.x",
+        ),
+    }
+}
+
+fn socket(path: &Path) -> Finding {
+    let shown = path.display();
+    match UnixStream::connect(path) {
+        Ok(_) => Finding::ok(SUBJECT, format!("listens on {shown}")),
+        Err(e)
+            if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
+        {
+            Finding::warn(
+                SUBJECT,
+                format!("does not listen on {shown}: {e}"),
+                "start it, or set containerd_address to its gRPC socket",
+            )
+        }
+        Err(e) => Finding::fail(
+            SUBJECT,
+            format!("{shown}: {e}"),
+            "set containerd_address to containerd's gRPC socket",
+        ),
+    }
+}
+
+/// Examines containerd's merged config.
+fn config_findings(table: &Table, config: &Config) -> Vec<Finding> {
+    let mut findings = disabled(table);
+    match proxy(table, config) {
+        Ok(name) => {
+            findings.push(Finding::ok(CONFIG, format!("proxy plugin {name:?} is this sandboxer")));
+            findings.extend(handlers(table, &name));
+        }
+        Err(finding) => findings.push(finding),
+    }
+    findings.extend(path_findings(table, config));
+    findings.extend(setting_findings(table, config));
+    findings
+}
+
+/// CRI must not be disabled, as the config of some distributions has it.
+fn disabled(table: &Table) -> Vec<Finding> {
+    let names = table
+        .get("disabled_plugins")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str);
+    names
+        .filter(|name| matches!(*name, "cri" | CRI_OF_2 | RUNTIME))
+        .map(|name| {
+            Finding::fail(
+                CONFIG,
+                format!("CRI plugin {name} is disabled; kubelet cannot run pods"),
+                "remove it from disabled_plugins",
+            )
+        })
+        .collect()
+}
+
+/// Whether two paths lead to the same file, as through a link such as `/var/run`. Paths that do not
+/// exist yet are compared by their directories and names.
+pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
+    let id = |path: &Path| path.metadata().ok().map(|meta| (meta.dev(), meta.ino()));
+    let place = |path: &Path| Some((id(path.parent()?)?, path.file_name()?.to_owned()));
+    a == b
+        || match (id(a), id(b)) {
+            (Some(a), Some(b)) => a == b,
+            (None, None) => place(a).is_some_and(|a| Some(a) == place(b)),
+            _ => false,
+        }
+}
+
+/// The name of the proxy plugin that is this sandboxer.
+pub(crate) fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
+    let socket = config.socket.display().to_string();
+    let dialled =
+        |address: &str| Path::new(address.strip_prefix("unix://").unwrap_or(address)).to_owned();
+    let (mut ours, mut others) = (Vec::new(), Vec::new());
+    for (name, plugin) in table.get("proxy_plugins").and_then(Value::as_table).into_iter().flatten()
+    {
+        let text = |key| plugin.get(key).and_then(Value::as_str).unwrap_or_default();
+        let address = text("address");
+        let (same, sandbox) =
+            (same_file(&dialled(address), &config.socket), text("type") == "sandbox");
+        match (same, sandbox) {
+            (true, true) => ours.push(name.clone()),
+            (true, false) => {
+                let fact = format!(
+                    "proxy plugin {name:?} has this sandboxer's address, but type {:?}",
+                    text("type")
+                );
+                return Err(Finding::fail(CONFIG, fact, "set its type to \"sandbox\""));
+            }
+            (false, true) => others.push(format!("{name:?} at {address}")),
+            (false, false) => {}
+        }
+    }
+    match (ours.pop(), others.is_empty()) {
+        (Some(name), _) => Ok(name),
+        (None, true) => Err(Finding::fail(
+            CONFIG,
+            "no proxy plugin of type \"sandbox\"",
+            format!(
+                "{ENABLE}; or add: [proxy_plugins.{NAME}] with type = \"sandbox\" and address = \
+                 \"{socket}\""
+            ),
+        )),
+        (None, false) => Err(Finding::fail(
+            CONFIG,
+            format!("no sandbox proxy plugin has the address {socket}, but {}", others.join(", ")),
+            "set its address to that socket, or `socket` of this sandboxer to its address",
+        )),
+    }
+}
+
+/// CRI's runtime settings.
+pub(crate) fn runtime(table: &Table) -> Option<&Value> {
+    table.get("plugins")?.get(RUNTIME)
+}
+
+/// The runtime handlers.
+fn runtimes(table: &Table) -> impl Iterator<Item = (&String, &Value)> {
+    let handlers = |plugin: &'static str| files::handlers(table, plugin);
+    handlers(RUNTIME).into_iter().flatten()
+}
+
+/// The runtime handlers that name this sandboxer, by name.
+pub(crate) fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
+    let Ok(sandboxer) = proxy(table, config) else { return Vec::new() };
+    let named = runtimes(table).filter(|(_, handler)| {
+        handler.get("sandboxer").and_then(Value::as_str) == Some(&sandboxer)
+    });
+    named.filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone()))).collect()
+}
+
+/// The runtimes of handlers, each once.
+fn runtime_types(handlers: &[(String, Table)]) -> Vec<&str> {
+    let kinds = handlers.iter().filter_map(|(_, handler)| handler.get("runtime_type")?.as_str());
+    let kinds: BTreeSet<&str> = kinds.filter(|kind| !kind.is_empty()).collect();
+    kinds.into_iter().collect()
+}
+
+/// All runtime handlers, with which of them name this sandboxer and which is the default.
+pub(crate) fn all(table: &Table, config: &Config) -> kubelet::Handlers {
+    let default =
+        runtime(table).and_then(|cri| cri.get("containerd")?.get("default_runtime_name")?.as_str());
+    let all = runtimes(table)
+        .filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone())));
+    kubelet::Handlers {
+        default: default.unwrap_or_default().to_owned(),
+        all: all.collect(),
+        ours: ours(table, config).into_iter().map(|(name, _)| name).collect(),
+    }
+}
+
+/// The runtime handlers that name `sandboxer`.
+fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
+    let names = |(_, handler): &(&String, &Value)| {
+        handler.get("sandboxer").and_then(Value::as_str) == Some(sandboxer)
+    };
+    let (mut named, mut findings) = (Vec::new(), Vec::new());
+    for (name, handler) in runtimes(table).filter(names) {
+        named.push(format!("{name:?}"));
+        if handler.get("runtime_type").and_then(Value::as_str).unwrap_or_default().is_empty() {
+            let advice = "set its runtime_type, such as \"io.containerd.runc.v2\"";
+            findings.push(Finding::fail(
+                CONFIG,
+                format!("runtime handler {name:?} has no runtime_type"),
+                advice,
+            ));
+        }
+    }
+    if !named.is_empty() {
+        findings.insert(
+            0,
+            Finding::ok(
+                CONFIG,
+                format!("runtime handlers of this sandboxer: {}", named.join(", ")),
+            ),
+        );
+        return findings;
+    }
+    findings.push(Finding::fail(
+        CONFIG,
+        format!("no runtime handler has sandboxer = \"{sandboxer}\""),
+        format!(
+            "{ENABLE}; or add: [plugins.\"{RUNTIME}\".containerd.runtimes.{NAME}] with \
+             runtime_type = \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
+        ),
+    ));
+    findings
+}
+
+/// Findings about containerd's directories and socket, which must equal the sandboxer's settings.
+fn path_findings(table: &Table, config: &Config) -> Vec<Finding> {
+    let default = Config::default();
+    // From config version 4 on (containerd 2.3) the server is a plugin; the old key is still taken.
+    let server = table.get("plugins").and_then(|plugins| plugins.get(SERVER));
+    let grpc = server.or_else(|| table.get("grpc"));
+    [
+        (
+            "root",
+            table.get("root"),
+            &default.containerd_root,
+            "containerd_root",
+            &config.containerd_root,
+        ),
+        (
+            "state",
+            table.get("state"),
+            &default.containerd_state,
+            "containerd_state",
+            &config.containerd_state,
+        ),
+        (
+            "grpc.address",
+            grpc.and_then(|grpc| grpc.get("address")),
+            &default.containerd_address,
+            "containerd_address",
+            &config.containerd_address,
+        ),
+    ]
+    .into_iter()
+    .filter_map(|(key, theirs, default, setting, ours)| {
+        let theirs = theirs
+            .and_then(Value::as_str)
+            .filter(|text| !text.is_empty())
+            .map_or(default.as_path(), Path::new);
+        let fact = format!(
+            "containerd's {key} is {}, but {setting} is {}",
+            theirs.display(),
+            ours.display()
+        );
+        let mut advice = format!("set {setting} = \"{}\"", theirs.display());
+        if setting != "containerd_address" {
+            // `enable` finds containerd by its address.
+            advice = format!("{ENABLE}, or {advice}");
+        }
+        if !same_file(theirs, ours) {
+            return Some(Finding::fail(CONFIG, fact, advice));
+        }
+        // containerd makes the names of its shims' sockets from the path as it is written.
+        let named = setting == "containerd_address"
+            && theirs != ours
+            && config.shim == ShimOwner::Containerd;
+        named.then(|| {
+            Finding::fail(
+                CONFIG,
+                format!(
+                    "{fact}; both must be written the same, as shim sockets are named after it"
+                ),
+                advice,
+            )
+        })
+    })
+    .collect()
+}
+
+/// Findings about the settings that containerd and the sandboxer share.
+fn setting_findings(table: &Table, config: &Config) -> Vec<Finding> {
+    let set = |key: &str| runtime(table)?.get(key);
+    let mut findings = labels(&set, config);
+    findings.extend(annotations(&ours(table, config), config));
+    findings.extend(environment::variable_finding(table, config));
+    let switches = [
+        // containerd 2's own defaults (internal/cri/config/config_unix.go).
+        ("restrict_oom_score_adj", false, config.restrict_oom_score_adj),
+        ("enable_unprivileged_ports", true, config.enable_unprivileged_ports),
+        ("enable_unprivileged_icmp", true, config.enable_unprivileged_icmp),
+        ("enable_selinux", false, config.enable_selinux),
+    ];
+    findings.extend(switches.into_iter().filter_map(|(key, default, ours)| {
+        let theirs = set(key).and_then(Value::as_bool).unwrap_or(default);
+        (theirs != ours).then(|| differs(key, &theirs, &ours))
+    }));
+    findings
+}
+
+fn differs(key: &str, theirs: &dyn Display, ours: &dyn Display) -> Finding {
+    let fact = format!("containerd's {key} is {theirs}, but this sandboxer's is {ours}");
+    Finding::warn(CONFIG, fact, format!("{ENABLE} adopts it; or set {key} the same in both"))
+}
+
+/// The levels of pods must be of the same range, or two pods of two sandboxers may get one level.
+/// It counts where pods get labels.
+fn labels<'a>(set: &impl Fn(&str) -> Option<&'a Value>, config: &Config) -> Vec<Finding> {
+    const KEY: &str = "selinux_category_range";
+    let labelled =
+        config.enable_selinux || set("enable_selinux").and_then(Value::as_bool).unwrap_or(false);
+    let ours = i64::from(config.selinux_category_range.get());
+    // containerd takes 0 and below for its library's own.
+    let theirs = set(KEY).and_then(Value::as_integer).filter(|range| *range > 0).unwrap_or(1024);
+    (labelled && theirs != ours).then(|| differs(KEY, &theirs, &ours)).into_iter().collect()
+}
+
+/// The annotations that the spec of a sandbox has are set here, those of its containers in
+/// containerd's handler.
+fn annotations(handlers: &[(String, Table)], config: &Config) -> Vec<Finding> {
+    let ours: BTreeSet<&str> = config.pod_annotations.iter().map(Pattern::as_str).collect();
+    let differing = handlers.iter().filter_map(|(name, handler)| {
+        let theirs = handler.get("pod_annotations").and_then(Value::as_array).into_iter().flatten();
+        let theirs: BTreeSet<&str> = theirs.filter_map(Value::as_str).collect();
+        (theirs != ours).then(|| {
+            differs(
+                &format!("pod_annotations of runtime handler {name:?}"),
+                &shown(&theirs),
+                &shown(&ours),
+            )
+        })
+    });
+    differing.collect()
+}
+
+fn shown(names: &BTreeSet<&str>) -> String {
+    format!("{:?}", names.iter().collect::<Vec<_>>())
+}
+
+#[cfg(test)]
+mod tests;

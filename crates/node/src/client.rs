@@ -1,0 +1,238 @@
+//! Client of the running daemon for operators, over its ttrpc socket.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::runtime::Runtime;
+use ttrpc::Code;
+use ttrpc::asynchronous::Client as Connection;
+use ttrpc::context;
+
+use base::config::Config;
+use base::error::{IoContext as _, StepError};
+use containerd_api::protos::inspect::{InspectRequest, ListRequest};
+use containerd_api::protos::inspect_ttrpc::InspectClient;
+
+pub use containerd_api::protos::inspect::{Sandbox, Usage};
+
+/// Timeout of a call. A daemon responds only after the recovery of its pods.
+const TIMEOUT: Duration = Duration::from_secs(15);
+
+/// Deadline passed to ttrpc: longer, as its own error for a deadline equals that of a lost
+/// connection.
+const DEADLINE: Duration = Duration::from_secs(2 * TIMEOUT.as_secs());
+
+/// The advice for a daemon that accepts connections and does not respond. systemd holds its socket:
+/// a daemon that fails at each start looks the same.
+pub const NO_RESPONSE_ADVICE: &str = "the daemon is starting, recovers its pods or fails at each \
+                                      start: see systemctl status pause-sandboxer and journalctl \
+                                      -u pause-sandboxer";
+
+/// A failed call.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// No daemon responds.
+    #[error("cannot reach the daemon at {}: {reason}; {advice}", .socket.display())]
+    Down {
+        /// The ttrpc socket.
+        socket: PathBuf,
+        /// The error of the connection or of the call.
+        reason: String,
+        /// The remedy.
+        advice: &'static str,
+    },
+    /// The daemon rejected the call.
+    #[error("{0}")]
+    Refused(String),
+    /// No sandbox, or more than one, has that name or id prefix.
+    #[error("{0}")]
+    NoSuch(String),
+    /// A local step failed.
+    #[error(transparent)]
+    Step(#[from] StepError),
+}
+
+/// A connection to the daemon.
+pub struct Client {
+    runtime: Runtime,
+    inspect: InspectClient,
+    socket: PathBuf,
+}
+
+impl Client {
+    /// Connects to the daemon of `config`.
+    ///
+    /// # Errors
+    /// [`ClientError::Down`].
+    pub fn connect(config: &Config) -> Result<Self, ClientError> {
+        let socket = config.ttrpc_socket();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .step("make the runtime")?;
+        // A plain connection first, whose error has the errno.
+        std::os::unix::net::UnixStream::connect(&socket).map_err(|e| down(&socket, &e))?;
+        let connected =
+            runtime.block_on(Connection::connect(&format!("unix://{}", socket.display())));
+        let connection = connected.map_err(|e| down(&socket, &io::Error::other(e.to_string())))?;
+        Ok(Self { runtime, inspect: InspectClient::new(connection), socket })
+    }
+
+    /// All sandboxes, sorted by id; with their resource usage if `usage` is set.
+    ///
+    /// # Errors
+    /// [`ClientError::Down`], or what the daemon answers.
+    pub fn list(&self, usage: bool) -> Result<Vec<Sandbox>, ClientError> {
+        let mut all: Vec<Sandbox> = Vec::new();
+        loop {
+            let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
+            let request = ListRequest { after, usage, ..Default::default() };
+            let page = self
+                .wait_for_response(self.inspect.list(context::with_duration(DEADLINE), &request))?;
+            let empty = page.sandboxes.is_empty();
+            all.extend(page.sandboxes);
+            if !page.more || empty {
+                return Ok(all);
+            }
+        }
+    }
+
+    /// Everything known about the one sandbox with this id or id prefix, or with the pod
+    /// `NAMESPACE/POD`: a JSON object.
+    ///
+    /// # Errors
+    /// [`ClientError::NoSuch`], [`ClientError::Down`], or what the daemon answers.
+    pub fn inspect(&self, id: &str) -> Result<serde_json::Value, ClientError> {
+        let all = self.list(false)?;
+        let id = resolve(id, &all)?.id.clone();
+        let request = InspectRequest { id, ..Default::default() };
+        let json = self
+            .wait_for_response(self.inspect.inspect(context::with_duration(DEADLINE), &request))?
+            .json;
+        serde_json::from_str(&json)
+            .map_err(|e| ClientError::Refused(format!("the daemon's response is not JSON: {e}")))
+    }
+
+    /// Waits for the response of a call.
+    fn wait_for_response<T>(
+        &self,
+        call: impl Future<Output = ttrpc::Result<T>>,
+    ) -> Result<T, ClientError> {
+        let response = self.runtime.block_on(async { tokio::time::timeout(TIMEOUT, call).await });
+        response.map_err(|_| self.late())?.map_err(|e| self.failed(e))
+    }
+
+    fn late(&self) -> ClientError {
+        ClientError::Down {
+            socket: self.socket.clone(),
+            reason: format!("no response within {} s", TIMEOUT.as_secs()),
+            advice: NO_RESPONSE_ADVICE,
+        }
+    }
+
+    fn failed(&self, error: ttrpc::Error) -> ClientError {
+        match error {
+            ttrpc::Error::RpcStatus(status) => match status.code() {
+                Code::DEADLINE_EXCEEDED => self.late(),
+                Code::UNIMPLEMENTED => {
+                    ClientError::Refused("the running daemon is older than this program".to_owned())
+                }
+                _ => ClientError::Refused(status.message),
+            },
+            other => ClientError::Down {
+                socket: self.socket.clone(),
+                reason: other.to_string(),
+                advice: "the daemon closed the connection: run the command again, as root; if it \
+                         fails again, see `systemctl status pause-sandboxer`",
+            },
+        }
+    }
+}
+
+fn down(socket: &Path, e: &io::Error) -> ClientError {
+    let advice = match e.kind() {
+        io::ErrorKind::PermissionDenied => "run the command as root",
+        _ => "start it: systemctl start pause-sandboxer",
+    };
+    ClientError::Down { socket: socket.to_owned(), reason: e.to_string(), advice }
+}
+
+/// The one sandbox with this id, id prefix or `NAMESPACE/POD`.
+fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, ClientError> {
+    let mut found: Vec<&Sandbox> = match name.split_once('/') {
+        Some((namespace, pod)) => {
+            all.iter().filter(|of| of.namespace == namespace && of.pod == pod).collect()
+        }
+        None => all
+            .iter()
+            .filter(|of| of.id == name || !name.is_empty() && of.id.starts_with(name))
+            .collect(),
+    };
+    if let Some(exact) = found.iter().position(|of| of.id == name) {
+        found = vec![found.swap_remove(exact)];
+    }
+    match found.as_slice() {
+        [one] => Ok(one),
+        [] => Err(ClientError::NoSuch(format!("no sandbox {name:?}"))),
+        many => Err(ClientError::NoSuch(format!(
+            "{name:?} matches {} sandboxes: {}",
+            many.len(),
+            many.iter().map(|of| of.id.as_str()).collect::<Vec<_>>().join(", ")
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_daemon_is_reported_as_recovering() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("s.sock");
+        // As systemd holds it while the daemon recovers: it takes connections and says nothing.
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        let address = format!("unix://{}", socket.display());
+        let inspect = InspectClient::new(runtime.block_on(Connection::connect(&address)).unwrap());
+        let client = Client { runtime, inspect, socket };
+        for reason in [
+            client.list(false).unwrap_err().to_string(),
+            client.inspect("x").unwrap_err().to_string(),
+        ] {
+            assert!(
+                reason
+                    .contains("no response within 15 s; the daemon is starting, recovers its pods"),
+                "{reason}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_name_means_one_sandbox() {
+        let of = |id: &str, pod: &str| Sandbox {
+            id: id.to_owned(),
+            pod: pod.to_owned(),
+            namespace: "default".to_owned(),
+            ..Default::default()
+        };
+        let all = [of("ab1", "web"), of("ab2", "db"), of("ab", "db"), of("c", "x")];
+        for (name, id) in [("ab1", "ab1"), ("ab", "ab"), ("c", "c"), ("default/web", "ab1")] {
+            assert_eq!(resolve(name, &all).unwrap().id, id, "{name}");
+        }
+        for (name, reason) in [
+            ("a", "\"a\" matches 3 sandboxes: ab1, ab2, ab"),
+            ("d", "no sandbox \"d\""),
+            ("", "no sandbox \"\""),
+            ("default/db", "\"default/db\" matches 2 sandboxes: ab2, ab"),
+            ("other/web", "no sandbox \"other/web\""),
+        ] {
+            assert_eq!(resolve(name, &all).unwrap_err().to_string(), reason);
+        }
+    }
+}

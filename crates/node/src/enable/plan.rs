@@ -1,0 +1,391 @@
+//! The contents that `enable` writes, and the check of the config that containerd merges from them.
+
+use std::path::Path;
+
+use toml::{Table, Value};
+
+use super::drop_in::{self, DropInSettings};
+use super::main_config::MainConfig;
+use super::{EnableError, Enablement};
+use crate::check::containerd::{self as node, BaseHandler, IMAGES, RUNTIME};
+use base::config::Config;
+
+/// The handler whose settings are taken over where the default one's cannot be.
+const RUNC: &str = "runc";
+
+/// The runtime whose handlers it can be.
+const RUNTIME_OF_RUNC: &str = "io.containerd.runc.v2";
+
+/// The sandboxer's name in a config that does not have it yet.
+const SANDBOXER: &str = "pause-sandboxer";
+
+/// The config version that every containerd 2 reads.
+const COMMON_VERSION: i64 = 3;
+
+/// The handler to add, checked.
+#[derive(Debug)]
+pub(super) struct HandlerPlan {
+    pub(super) sandboxer: String,
+    pub(super) base: BaseHandler,
+    pub(super) settings: Table,
+    /// containerd's merged config before the change.
+    before: Table,
+    /// The handlers of the previous drop-in, if there was one: these may change.
+    replaced: Option<Vec<String>>,
+}
+
+fn refused<T>(reason: String) -> Result<T, EnableError> {
+    Err(EnableError::Refused(reason))
+}
+
+impl HandlerPlan {
+    /// Decides what to add to a merged config. `old` is the text of the drop-in that is there.
+    ///
+    /// # Errors
+    /// Another sandboxer has that handler, or there is none whose settings can be taken over.
+    pub(super) fn new(
+        wanted: &Enablement,
+        before: Table,
+        old: Option<&str>,
+    ) -> Result<Self, EnableError> {
+        let config = &wanted.subject.config;
+        let sandboxer = match node::proxy(&before, config) {
+            Ok(name) => name,
+            Err(_) => {
+                refuse_other_daemon(&before, old, &config.socket)?;
+                SANDBOXER.to_owned()
+            }
+        };
+        let known = node::all(&before, config);
+        let own_handlers = old.map(drop_in::handlers_of).unwrap_or_default();
+        let is_ours = |name: &String| known.ours.contains(name) || own_handlers.contains(name);
+        if known.all.contains_key(&wanted.handler) && !is_ours(&wanted.handler) {
+            return refused(format!(
+                "runtime handler {:?} belongs to another sandboxer: use --handler NAME with \
+                 another name",
+                wanted.handler
+            ));
+        }
+        let is_runc = |name: &String| {
+            let kind = known.all.get(name).and_then(|handler| handler.get("runtime_type"));
+            !is_ours(name) && kind.and_then(Value::as_str) == Some(RUNTIME_OF_RUNC)
+        };
+        let default = match known.default.as_str() {
+            "" => RUNC.to_owned(),
+            named => named.to_owned(),
+        };
+        let base = match &wanted.options_of {
+            Some(named) => named.clone(),
+            // kubelet makes cgroups as the default handler does.
+            None if is_runc(&default) => default,
+            None => {
+                let earlier = old.and_then(BaseHandler::parse).map(|base| base.name);
+                earlier.filter(is_runc).unwrap_or_else(|| RUNC.to_owned())
+            }
+        };
+        let settings = match known.all.get(&base) {
+            Some(settings) if !is_ours(&base) => settings.clone(),
+            Some(_) => {
+                return refused(format!(
+                    "runtime handler {base:?} is this sandboxer's own: use --options-of NAME with \
+                     another handler"
+                ));
+            }
+            None => {
+                let all: Vec<&String> = known.all.keys().filter(|name| !is_ours(name)).collect();
+                return refused(format!(
+                    "containerd has no runtime handler {base:?}: use --options-of NAME with one of \
+                     {all:?}"
+                ));
+            }
+        };
+        let replaced = old.map(|_| own_handlers);
+        let base = BaseHandler { name: base, is_named: wanted.options_of.is_some() };
+        Ok(Self { sandboxer, base, settings, before, replaced })
+    }
+
+    /// The drop-in.
+    ///
+    /// # Errors
+    /// It cannot be written as TOML.
+    pub(super) fn drop_in(
+        &self,
+        wanted: &Enablement,
+        main: &MainConfig,
+    ) -> Result<String, EnableError> {
+        self.contents(wanted).text(main.version()).map_err(EnableError::Refused)
+    }
+
+    /// The version of a config file that is created: one that every supported containerd reads,
+    /// because an older containerd may be installed later.
+    pub(super) fn new_file_version(&self) -> i64 {
+        let newest = self.before.get("version").and_then(Value::as_integer);
+        newest.unwrap_or(COMMON_VERSION).min(COMMON_VERSION)
+    }
+
+    fn contents<'a>(&'a self, wanted: &'a Enablement) -> DropInSettings<'a> {
+        DropInSettings {
+            sandboxer: &self.sandboxer,
+            socket: &wanted.subject.config.socket,
+            handler: &wanted.handler,
+            base: &self.base,
+            settings: &self.settings,
+            default: wanted.default,
+            offline: wanted.offline,
+        }
+    }
+
+    /// Fails unless the merged config has the handler as it was wanted, and everything else as it
+    /// was before.
+    ///
+    /// # Errors
+    /// What is different.
+    pub(super) fn verify(&self, wanted: &Enablement, after: &Table) -> Result<(), String> {
+        let config = &wanted.subject.config;
+        node::proxy(after, config).map_err(|finding| finding.fact)?;
+        let known = node::all(after, config);
+        let there = known.all.get(&wanted.handler);
+        if !known.ours.contains(&wanted.handler) {
+            let handler = &wanted.handler;
+            return Err(format!("containerd's merged config has no runtime handler {handler:?}"));
+        }
+        let mut expected = self.contents(wanted).handler_table();
+        let mut there = there.map(drop_in::taken_over).unwrap_or_default();
+        for table in [&mut expected, &mut there] {
+            // Not every version knows it.
+            table.remove("disable_pause_image_pull");
+        }
+        if there != expected {
+            return Err(format!(
+                "another file overrides settings of runtime handler {:?}: {there}",
+                wanted.handler
+            ));
+        }
+        if wanted.default && known.default != wanted.handler {
+            return Err(format!("another file makes {:?} the default handler", known.default));
+        }
+        if !known.default.is_empty() && !known.all.contains_key(&known.default) {
+            return Err(format!(
+                "another file makes {:?} the default handler, without which containerd does not \
+                 serve CRI: remove default_runtime_name from it, or keep the handler \
+                 with --handler NAME",
+                known.default
+            ));
+        }
+        let mut own = self.replaced.clone().unwrap_or_default();
+        own.push(wanted.handler.clone());
+        unchanged(&self.before, after, &own, self.replaced.is_none(), config)
+    }
+}
+
+/// Fails if the name of a new proxy plugin is taken by one that the drop-in `old` does not define:
+/// the drop-in would redirect the runtime handlers of another daemon to this one.
+fn refuse_other_daemon(
+    before: &Table,
+    old: Option<&str>,
+    socket: &Path,
+) -> Result<(), EnableError> {
+    let address_in = |table: &Table| {
+        let plugin = table.get("proxy_plugins")?.get(SANDBOXER)?;
+        plugin.get("address")?.as_str().map(str::to_owned)
+    };
+    let own = old.and_then(|old| address_in(&old.parse().ok()?));
+    let is_ours = |address: &str| {
+        let path = address.strip_prefix("unix://").unwrap_or(address);
+        node::same_file(Path::new(path), socket) || own.as_deref() == Some(address)
+    };
+    match address_in(before) {
+        Some(address) if !is_ours(&address) => refused(format!(
+            "containerd has a proxy plugin {SANDBOXER:?} with the address {address:?}, which is \
+             not the socket of this sandboxer's config: correct `socket` there, or rename the \
+             plugin"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Fails if runtime handlers that are not of the sandboxer's `own` ones differ, or, if `all`,
+/// anything else that no command of this program changes.
+pub(super) fn unchanged(
+    before: &Table,
+    after: &Table,
+    own: &[String],
+    all: bool,
+    config: &Config,
+) -> Result<(), String> {
+    let handlers = |table: &Table| {
+        let mut handlers = node::all(table, config).all;
+        handlers.retain(|name, _| !own.contains(name));
+        handlers
+    };
+    let (old, new) = (handlers(before), handlers(after));
+    if let Some((name, _)) = old.iter().find(|(name, settings)| new.get(*name) != Some(settings)) {
+        let how = if new.contains_key(name) { "change" } else { "lose" };
+        return Err(format!("containerd would {how} runtime handler {name:?}"));
+    }
+    let rest = |table: &Table| {
+        let mut rest = table.clone();
+        for key in ["imports", "version", "proxy_plugins"] {
+            rest.remove(key);
+        }
+        for path in [
+            &[RUNTIME, "containerd", "runtimes"][..],
+            &[RUNTIME, "containerd", "default_runtime_name"],
+            &[IMAGES, "pinned_images"],
+        ] {
+            remove(rest.get_mut("plugins").and_then(Value::as_table_mut), path);
+        }
+        rest
+    };
+    match all.then(|| first_difference(&rest(before), &rest(after))).flatten() {
+        Some(key) => Err(format!("containerd would change its setting {key}")),
+        None => Ok(()),
+    }
+}
+
+fn remove(table: Option<&mut Table>, path: &[&str]) {
+    match (table, path) {
+        (Some(table), [key]) => drop(table.remove(*key)),
+        (Some(table), [key, rest @ ..]) => {
+            remove(table.get_mut(*key).and_then(Value::as_table_mut), rest);
+        }
+        _ => {}
+    }
+}
+
+/// The path of the first key whose value differs.
+fn first_difference(before: &Table, after: &Table) -> Option<String> {
+    let keys = before.keys().chain(after.keys().filter(|key| !before.contains_key(*key)));
+    keys.filter(|key| before.get(*key) != after.get(*key)).find_map(|key| {
+        match (before.get(key), after.get(key)) {
+            (Some(Value::Table(before)), Some(Value::Table(after))) => {
+                first_difference(before, after).map(|rest| format!("{key}.{rest}"))
+            }
+            _ => Some(key.clone()),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::enablement;
+    use super::*;
+
+    const MERGED: &str = "version = 3\nroot = '/r'\n\
+        [plugins.'io.containerd.cri.v1.runtime'.containerd]\ndefault_runtime_name = 'runc'\n\
+        [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]\n\
+        runtime_type = 'io.containerd.runc.v2'\nsandboxer = 'podsandbox'\n\
+        options = { SystemdCgroup = true, Root = '' }\n\
+        [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.nvidia]\n\
+        runtime_type = 'io.containerd.runc.v2'\nsandboxer = 'podsandbox'\n\
+        options = { BinaryName = '/nvidia' }\n\
+        [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.kata]\n\
+        runtime_type = 'io.containerd.kata.v2'\nsandboxer = 'podsandbox'\n";
+
+    fn merged(default: &str) -> Table {
+        MERGED.replace("name = 'runc'", &format!("name = '{default}'")).parse().unwrap()
+    }
+
+    fn plan(wanted: &Enablement, default: &str, old: Option<&str>) -> Result<HandlerPlan, String> {
+        HandlerPlan::new(wanted, merged(default), old).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn the_plugin_of_another_daemon_keeps_its_address() {
+        let plugin = |address: &str| {
+            format!("[proxy_plugins.pause-sandboxer]\ntype = 'sandbox'\naddress = '{address}'\n")
+        };
+        let wanted = super::super::tests::enablement();
+        let config = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]\n\
+            runtime_type = 'io.containerd.runc.v2'\n";
+        let plan = |address: &str, old: Option<&str>| {
+            let before = format!("{}{config}", plugin(address)).parse().unwrap();
+            HandlerPlan::new(&wanted, before, old)
+        };
+        let error = plan("/run/other.sock", None).unwrap_err().to_string();
+        assert!(error.contains("/run/other.sock"), "{error}");
+        // The drop-in of an earlier `enable`, before the socket changed.
+        plan("/run/other.sock", Some(&plugin("/run/other.sock"))).unwrap();
+        plan("/run/other.sock", Some(&plugin("/run/older.sock"))).unwrap_err();
+        let own = wanted.subject.config.socket.display().to_string();
+        plan(&own, None).unwrap();
+        let typeless = format!("[proxy_plugins.pause-sandboxer]\naddress = '{own}'\n{config}");
+        HandlerPlan::new(&wanted, typeless.parse().unwrap(), None).unwrap();
+    }
+
+    #[test]
+    fn the_base_is_the_default_handler_if_it_is_of_runc() {
+        let wanted = enablement();
+        assert_eq!(plan(&wanted, "runc", None).unwrap().base.name, "runc");
+        assert_eq!(plan(&wanted, "", None).unwrap().base.name, "runc");
+        assert_eq!(plan(&wanted, "nvidia", None).unwrap().base.name, "nvidia");
+        assert_eq!(plan(&wanted, "kata", None).unwrap().base.name, "runc");
+        let named = |base: &str| Enablement { options_of: Some(base.to_owned()), ..enablement() };
+        assert_eq!(plan(&named("kata"), "runc", None).unwrap().base.name, "kata");
+        let error = plan(&named("crun"), "runc", None).unwrap_err();
+        assert!(
+            error.contains(
+                "no runtime handler \"crun\": use --options-of NAME with one of [\"kata\""
+            ),
+            "{error}"
+        );
+        // The handler that was the default before this one became it.
+        let first = plan(&wanted, "nvidia", None).unwrap();
+        let text = first.contents(&wanted).text(None).unwrap();
+        assert_eq!(plan(&wanted, "runc-pause", Some(&text)).unwrap().base.name, "nvidia");
+    }
+
+    #[test]
+    fn a_new_config_file_is_of_a_version_that_every_containerd_reads() {
+        let mut newest = merged("runc");
+        newest.insert("version".to_owned(), 4.into());
+        for before in [newest, merged("runc"), Table::new()] {
+            let plan = HandlerPlan { before, ..plan(&enablement(), "runc", None).unwrap() };
+            assert_eq!(plan.new_file_version(), 3);
+        }
+    }
+
+    #[test]
+    fn the_handler_of_another_sandboxer_is_refused() {
+        let wanted = Enablement { handler: "nvidia".to_owned(), ..enablement() };
+        let error = plan(&wanted, "runc", None).unwrap_err();
+        assert!(
+            error.contains("runtime handler \"nvidia\" belongs to another sandboxer"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_containerd_makes_of_it_is_compared() {
+        let wanted = enablement();
+        let plan = plan(&wanted, "runc", None).unwrap();
+        let added = plan.contents(&wanted).text(None).unwrap();
+        let after = |change: (&str, &str)| -> Result<(), String> {
+            let mut table = merged("runc");
+            let more: Table = added.parse().unwrap();
+            table.insert("proxy_plugins".to_owned(), more["proxy_plugins"].clone());
+            let handler = more["plugins"][RUNTIME]["containerd"]["runtimes"]["runc-pause"].clone();
+            let runtimes = &mut table["plugins"][RUNTIME]["containerd"]["runtimes"];
+            runtimes.as_table_mut().unwrap().insert("runc-pause".to_owned(), handler);
+            let text = table.to_string();
+            let changed = text.replace(change.0, change.1);
+            assert!(change.0.is_empty() || changed != text, "{} is not in\n{text}", change.0);
+            plan.verify(&wanted, &changed.parse().unwrap())
+        };
+        after(("", "")).unwrap();
+        for (from, to, part) in [
+            ("/r\"", "/x\"", "would change its setting root"),
+            ("/nvidia", "/other", "would change runtime handler \"nvidia\""),
+            ("runtimes.kata]", "kata]", "would lose runtime handler \"kata\""),
+            ("runtimes.runc-pause]", "runc-pause]", "no runtime handler \"runc-pause\""),
+            (
+                "runtimes.runc-pause.options]\nSystemdCgroup = true",
+                "runtimes.runc-pause.options]\nSystemdCgroup = false",
+                "another file overrides settings",
+            ),
+        ] {
+            let error = after((from, to)).unwrap_err();
+            assert!(error.contains(part), "{error} lacks {part}");
+        }
+    }
+}

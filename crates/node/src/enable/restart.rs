@@ -1,0 +1,158 @@
+//! Restarts services, and waits until containerd serves pods again.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::process::Command;
+use tokio::time::Instant;
+
+use super::changes::Changes;
+use super::loaded;
+use crate::check::Subject;
+use crate::check::containerd::NodeContainerd;
+use crate::shell_command;
+use crate::stop_signal;
+use containerd_api::cri::CriClient;
+
+/// Polling interval of CRI.
+const INTERVAL: Duration = Duration::from_millis(200);
+
+/// The unit of the daemon.
+const DAEMON: &str = "pause-sandboxer.service";
+
+/// The method to restart containerd.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RestartBy {
+    /// By systemd.
+    Systemd,
+    /// By a command of the shell.
+    Command(String),
+}
+
+impl RestartBy {
+    /// The command, for messages and for the shell.
+    pub(super) fn command(&self, unit: &str) -> String {
+        match self {
+            Self::Systemd => format!("systemctl restart {unit}"),
+            Self::Command(command) => command.clone(),
+        }
+    }
+
+    /// Fails if there is no systemd where it is needed.
+    ///
+    /// # Errors
+    /// The option to use instead.
+    pub(super) fn check(&self) -> Result<(), String> {
+        if *self == Self::Systemd && !systemd_runs() {
+            return Err(
+                "systemd is not running: use --restart-command COMMAND to restart containerd"
+                    .to_owned(),
+            );
+        }
+        Ok(())
+    }
+}
+
+fn systemd_runs() -> bool {
+    Path::new("/run/systemd/system").exists()
+}
+
+/// Restarts containerd, and waits until another process serves CRI whose handlers are as `wanted`
+/// has them.
+///
+/// # Errors
+/// The command failed, or CRI did not answer in time.
+pub(super) async fn restart(
+    by: &RestartBy,
+    subject: &Subject,
+    within: Duration,
+    wanted: impl Fn(&[String]) -> bool,
+) -> Result<(), String> {
+    let before = NodeContainerd::find(subject);
+    let deadline = Instant::now() + within;
+    shell_command::run(&by.command(&before.unit), within).await?;
+    let cri = CriClient::new(&subject.config.containerd_address);
+    loop {
+        let now = NodeContainerd::find(subject);
+        let reason = if now.pid.is_some() && now.pid == before.pid {
+            format!(
+                "process {} was not restarted and still listens at {}",
+                before.pid.unwrap_or_default(),
+                subject.config.containerd_address.display()
+            )
+        } else {
+            match loaded::of_cri(&cri).await {
+                Ok(handlers) if wanted(&handlers) => return Ok(()),
+                Ok(handlers) => format!("its runtime handlers are {handlers:?}"),
+                Err(reason) => reason,
+            }
+        };
+        if Instant::now() >= deadline {
+            let within = within.as_secs();
+            let see = match by {
+                RestartBy::Systemd => format!("; see journalctl -u {}", before.unit),
+                RestartBy::Command(_) => String::new(),
+            };
+            return Err(format!("containerd does not serve CRI within {within} s: {reason}{see}"));
+        }
+        tokio::time::sleep(INTERVAL).await;
+    }
+}
+
+/// As [`restart`], which reads `changes`. If it fails, the caller rolls them back: so a signal, as
+/// of a terminal that is lost, is a failure too, and a later one does not end the rollback. Without
+/// changes there is nothing to roll back.
+///
+/// # Errors
+/// As [`restart`], or a signal.
+pub(super) async fn restart_for(
+    changes: &Changes,
+    by: &RestartBy,
+    subject: &Subject,
+    within: Duration,
+    wanted: impl Fn(&[String]) -> bool,
+) -> Result<(), String> {
+    let restarted = restart(by, subject, within, wanted);
+    if changes.is_empty() {
+        return restarted.await;
+    }
+    let stopped = stop_signal::taken().map_err(|step| step.to_string())?;
+    tokio::select! {
+        done = restarted => done,
+        signal = stopped => Err(format!("stopped by {signal}")),
+    }
+}
+
+/// Restarts the daemon, if systemd runs it; whether it does.
+///
+/// # Errors
+/// The command failed.
+pub(super) async fn restart_daemon(within: Duration) -> Result<bool, String> {
+    if !systemd_runs() {
+        return Ok(false);
+    }
+    let asked = Command::new("systemctl").args(["--quiet", "is-active", DAEMON]).status().await;
+    if !asked.is_ok_and(|status| status.success()) {
+        return Ok(false);
+    }
+    restart_daemon_again(within).await.map(|()| true)
+}
+
+/// Restarts the daemon, which systemd runs, also if it has failed.
+///
+/// # Errors
+/// The command failed.
+pub(super) async fn restart_daemon_again(within: Duration) -> Result<(), String> {
+    shell_command::run(&format!("systemctl restart {DAEMON}"), within).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_unit_is_the_one_that_runs_containerd() {
+        assert_eq!(RestartBy::Systemd.command("k3s.service"), "systemctl restart k3s.service");
+        assert_eq!(RestartBy::Command("x y".to_owned()).command("z"), "x y");
+    }
+}
