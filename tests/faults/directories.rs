@@ -12,8 +12,8 @@ use kit::{ContainerSpec, Node, PodSpec, grpc, until};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use crate::harness::{Case, alone, on_node};
+use crate::metrics::value;
 use crate::pods::{Shape, is_whole, remove};
-use crate::recorder::value;
 use crate::standalone::Standalone;
 
 /// What is logged when the files of a pod cannot be put back.
@@ -98,6 +98,7 @@ async fn refused(standalone: &Standalone, directory: &str, errno: i32) -> Result
     Ok(())
 }
 
+/// Promise: full_node_keeps_its_pods.
 async fn full_directories() -> Result<()> {
     for directory in ["state", "root", "run"] {
         let standalone = with_small(directory).await?;
@@ -124,6 +125,7 @@ async fn full_directories() -> Result<()> {
     Ok(())
 }
 
+/// Promise: full_node_keeps_its_pods.
 async fn read_only_directories() -> Result<()> {
     for directory in ["state", "root", "run"] {
         let standalone = with_small(directory).await?;
@@ -188,6 +190,8 @@ pub(crate) fn delete(files: &Path, shm: &Path) -> Result<()> {
 /// Status answers as if nothing were wrong; what fails is logged once, counted, and tried again
 /// without any call. Once with a disk on which no file can be made, and once with one on which none
 /// can be written.
+///
+/// Promise: pod_files_are_restored.
 async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
     for (what, fill) in [("full", fill as fn(&Path) -> Result<()>), ("without space", fill_space)] {
         let standalone = Standalone::with_metrics()?;
@@ -268,6 +272,8 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
 
 /// A daemon that wrote in place has left an empty file. One that a container has emptied, through
 /// its mount, is left as it is.
+///
+/// Promise: pod_files_are_restored.
 async fn a_truncated_file_is_restored() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =
@@ -337,6 +343,8 @@ async fn restarted_on_a_full_disk(node: &Arc<Node>, disk: &Path) -> Result<()> {
 
 /// The record of a sandbox that runs was removed: the sandbox can be stopped and removed, and its
 /// exit is reported.
+///
+/// Promise: full_node_keeps_its_pods.
 async fn a_record_directory_that_is_gone() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =

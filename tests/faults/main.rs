@@ -9,18 +9,17 @@
 mod endpoint;
 mod harness;
 mod pods;
-mod recorder;
 mod standalone;
 mod strace;
 mod tracer;
 
-mod alert_metrics;
 mod concurrency;
 mod directories;
 mod garbage_collection;
 mod injected_faults;
 mod killed;
 mod limits;
+mod metrics;
 mod mount_namespace;
 mod records;
 mod recovery;
@@ -41,7 +40,7 @@ fn main() -> std::process::ExitCode {
         concurrency::cases(),
         restarts::cases(),
         mount_namespace::cases(),
-        alert_metrics::cases(),
+        metrics::cases(),
         soak::cases(),
     ];
     harness::run(cases.into_iter().flatten().collect())

@@ -50,6 +50,7 @@ fn weigh(pid: u32) -> Result<(u64, usize)> {
     Ok((kib, fs::read_dir(format!("/proc/{pid}/fd"))?.count()))
 }
 
+/// Promise: removal_leaves_nothing.
 async fn node_soak(node: Arc<Node>) -> Result<()> {
     let seed = match std::env::var("SOAK_SEED") {
         Ok(text) => text.parse().context("SOAK_SEED")?,
@@ -66,13 +67,6 @@ struct Living {
     pid: u32,
     killed: bool,
     containers: u32,
-}
-
-/// Random pods without restarts; the pods are gone at the end.
-pub(crate) async fn pods(node: &Arc<Node>, time: Duration) -> Result<()> {
-    let mut living = Vec::new();
-    churn(node, &mut Dice(1), &mut living, time, false).await?;
-    clear(&mut living).await
 }
 
 async fn soak(node: &Arc<Node>, seed: u64) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Alert rules and dashboard: every metric and label that they name is one that the daemon has.
+//! Alert rules and dashboard name only metrics and labels that the daemon exports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -11,13 +11,13 @@ use serde_json::{Value, json};
 
 use super::file;
 
-/// Labels that Prometheus gives to all that it scrapes.
-const OF_THE_SCRAPE: [&str; 2] = ["instance", "job"];
+/// Prometheus adds these labels to all series.
+const SCRAPE_LABELS: [&str; 2] = ["instance", "job"];
 
-/// Metrics of Prometheus' own making.
-const OF_PROMETHEUS: [&str; 1] = ["up"];
+/// Prometheus makes these metrics itself.
+const PROMETHEUS_METRICS: [&str; 1] = ["up"];
 
-/// What a daemon tells that has seen everything once: every series, with its labels.
+/// Returns every series that the daemon exports, with its labels.
 fn exported() -> BTreeMap<String, BTreeSet<String>> {
     let telemetry = Arc::new(Telemetry::default());
     telemetry.call("Start").ended("OK");
@@ -45,7 +45,7 @@ fn exported() -> BTreeMap<String, BTreeSet<String>> {
     series
 }
 
-/// Names of metrics in an expression, each with the labels that are selected by.
+/// Returns the metrics in an expression, each with the labels that select it.
 fn named(expression: &str) -> Vec<(String, Vec<String>)> {
     let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut found = Vec::new();
@@ -55,9 +55,9 @@ fn named(expression: &str) -> Vec<(String, Vec<String>)> {
         rest = &rest[at + name.len()..];
         let ours = name.starts_with("pause_sandboxer_")
             || name.starts_with("process_")
-            || OF_PROMETHEUS.contains(&&*name);
+            || PROMETHEUS_METRICS.contains(&&*name);
         if !ours {
-            // What a string holds is no name.
+            // A string has no names of metrics.
             if let Some(text) = rest
                 .strip_prefix("=\"")
                 .or_else(|| rest.strip_prefix("=~\""))
@@ -77,7 +77,7 @@ fn named(expression: &str) -> Vec<(String, Vec<String>)> {
     found
 }
 
-/// Checks an expression against what is exported; how many metrics it names.
+/// Compares an expression with the exported series, and returns how many metrics it names.
 fn check(place: &str, expression: &str, exported: &BTreeMap<String, BTreeSet<String>>) -> usize {
     let pairs = [('(', ')'), ('{', '}'), ('[', ']')];
     for (open, close) in pairs {
@@ -89,14 +89,14 @@ fn check(place: &str, expression: &str, exported: &BTreeMap<String, BTreeSet<Str
     }
     let named = named(expression);
     for (name, labels) in &named {
-        if OF_PROMETHEUS.contains(&&**name) {
+        if PROMETHEUS_METRICS.contains(&&**name) {
             continue;
         }
         let known =
             exported.get(name).unwrap_or_else(|| panic!("{place}: the daemon has no {name}"));
         for label in labels {
             assert!(
-                known.contains(label) || OF_THE_SCRAPE.contains(&&**label),
+                known.contains(label) || SCRAPE_LABELS.contains(&&**label),
                 "{place}: {name} has no label {label}"
             );
         }
@@ -179,8 +179,7 @@ fn promtool(arguments: &[&str]) {
         + &String::from_utf8_lossy(&output.stderr);
     assert!(
         output.status.success(),
-        "{text}\nIf the daemon's metrics have changed, record them again (CONTRIBUTING.md); if a \
-         rule has changed, adapt the expectations."
+        "{text}\nIf a rule has changed, adapt tests/packaging/alerts.yaml."
     );
 }
 
@@ -189,14 +188,14 @@ fn promtool_accepts_the_rules() {
     promtool(&["check", "rules", "packaging/prometheus/alerts.yaml"]);
 }
 
-/// As rules, with values for the variables of Grafana.
+/// The queries become rules, with values for the variables of Grafana.
 #[test]
 fn promtool_accepts_the_queries_of_the_dashboard() {
     let dashboard: Value =
         serde_json::from_str(&file("packaging/prometheus/dashboard.json")).unwrap();
-    let of = |list: &Value| list.as_array().cloned().unwrap_or_default();
-    let targets = of(&dashboard["panels"]).into_iter().flat_map(|panel| of(&panel["targets"]));
-    let queries = targets.chain(of(&dashboard["annotations"]["list"]));
+    let panels = list(&dashboard["panels"]);
+    let targets = panels.iter().flat_map(|panel| list(&panel["targets"]));
+    let queries = targets.chain(list(&dashboard["annotations"]["list"]));
     let rules: Vec<Value> = queries
         .filter_map(|query| query["expr"].as_str().map(str::to_owned))
         .map(|query| query.replace("$__rate_interval", "5m").replace("$node", ".*"))
@@ -211,24 +210,8 @@ fn promtool_accepts_the_queries_of_the_dashboard() {
     promtool(&["check", "rules", path.to_str().unwrap()]);
 }
 
-/// promtool's tests of the alerts: on metrics of real daemons, recorded by
-/// `tests/faults/alert_metrics.rs`, and a few that are written by hand.
-const ALERTS: &str = "tests/packaging/alerts";
-
-/// The file of the series that are written by hand.
-const WRITTEN: &str = "tests/packaging/alerts/written.yaml";
-
-/// The files in [`ALERTS`], by path, each with its tests.
-fn alert_tests() -> Vec<(String, Vec<Value>)> {
-    let entries = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(ALERTS)).unwrap();
-    entries
-        .map(|entry| format!("{ALERTS}/{}", entry.unwrap().file_name().to_str().unwrap()))
-        .map(|path| {
-            let parsed: Value = serde_yaml_ng::from_str(&file(&path)).unwrap();
-            (path, list(&parsed["tests"]))
-        })
-        .collect()
-}
+/// promtool's tests of the alerts.
+const ALERTS: &str = "tests/packaging/alerts.yaml";
 
 fn list(value: &Value) -> Vec<Value> {
     value.as_array().cloned().unwrap_or_default()
@@ -236,59 +219,27 @@ fn list(value: &Value) -> Vec<Value> {
 
 #[test]
 fn promtool_accepts_the_tests_of_the_alerts() {
-    let tests = alert_tests();
-    let paths = tests.iter().map(|(path, _)| path.as_str());
-    promtool(&["test", "rules"].into_iter().chain(paths).collect::<Vec<_>>());
+    promtool(&["test", "rules", ALERTS]);
 }
 
+/// Promise: alerts_fire_on_their_failure.
 #[test]
 fn each_alert_is_quiet_and_then_fires() {
     let rules: Value = serde_yaml_ng::from_str(&file("packaging/prometheus/alerts.yaml")).unwrap();
-    let tests = alert_tests();
-    let cases: Vec<(&String, Value)> = tests
-        .iter()
-        .flat_map(|(path, tests)| tests.iter().map(move |test| (path, test)))
-        .flat_map(|(path, test)| list(&test["alert_rule_test"]).into_iter().map(move |c| (path, c)))
-        .collect();
-    for (path, case) in &cases {
-        let name = case["alertname"].as_str().unwrap();
-        assert!(
-            *path != WRITTEN || file(path).contains(&format!("# - {name}")),
-            "{path}: list {name} in the first comment, with the reason why it is not recorded"
-        );
-    }
+    let tests: Value = serde_yaml_ng::from_str(&file(ALERTS)).unwrap();
+    let tests = list(&tests["tests"]);
+    let cases: Vec<Value> = tests.iter().flat_map(|test| list(&test["alert_rule_test"])).collect();
     for rule in list(&rules["groups"]).iter().flat_map(|group| list(&group["rules"])) {
         for fires in [false, true] {
-            let has = cases.iter().any(|(_, case)| {
+            let has = cases.iter().any(|case| {
                 case["alertname"] == rule["alert"] && list(&case["exp_alerts"]).is_empty() != fires
             });
             assert!(has, "{ALERTS} lacks a case of {}, firing: {fires}", rule["alert"]);
         }
     }
-}
-
-/// In a recording no other alert fires, and without a failure none.
-#[test]
-fn each_recording_lists_all_alerts() {
-    for (path, tests) in alert_tests().iter().filter(|(path, _)| path != WRITTEN) {
-        let queries = tests.iter().flat_map(|test| list(&test["promql_expr_test"]));
-        let expressions: Vec<String> =
-            queries.map(|query| query["expr"].as_str().unwrap().to_owned()).collect();
-        assert!(
-            expressions.iter().any(|expression| expression.contains("(ALERTS")),
-            "{path}: add a promql_expr_test that counts ALERTS, as in down.yaml"
-        );
-    }
-}
-
-/// A daemon still exports what was recorded, or written.
-#[test]
-fn each_series_of_the_alert_tests_is_exported() {
     let exported = exported();
-    for (path, tests) in alert_tests() {
-        for series in tests.iter().flat_map(|test| list(&test["input_series"])) {
-            check(&path, series["series"].as_str().unwrap(), &exported);
-        }
+    for series in tests.iter().flat_map(|test| list(&test["input_series"])) {
+        check(ALERTS, series["series"].as_str().unwrap(), &exported);
     }
 }
 
