@@ -1,7 +1,7 @@
-//! What is known of the cases: differences between the handlers, and cases that cannot run.
-//! `docs/compatibility.md` shows both.
+//! The known differences between the handlers, and the cases that cannot run.
+//! `docs/compatibility.md` lists both.
 
-/// A difference. `*` stands for anything.
+/// A known difference. `*` stands for any text.
 pub(crate) struct Known {
     pub(crate) case: &'static str,
     pub(crate) fact: &'static str,
@@ -10,7 +10,7 @@ pub(crate) struct Known {
     pub(crate) why: &'static str,
 }
 
-/// Each is seen in every run of its case, or must go.
+/// Every run of a case shows its differences; otherwise the run fails.
 pub(crate) const DIFFERENCES: &[Known] = &[Known {
     case: "shared_pid_namespace",
     fact: "its arguments",
@@ -27,7 +27,7 @@ pub(crate) const CANNOT_RUN: &[(&str, &str)] = &[
     ("systemd_cgroup_driver", "systemd does not run; `make test-vm` has it, without kubelet"),
 ];
 
-/// Whether a text is as a pattern, in which `*` stands for anything.
+/// Whether a text matches a pattern, in which `*` stands for any text.
 pub(crate) fn matches(pattern: &str, text: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut rest) = parts.next().and_then(|first| text.strip_prefix(first)) else {

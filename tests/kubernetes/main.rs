@@ -3,8 +3,8 @@
 //! shows the same with both, but for the differences in `known.rs`.
 //!
 //! It runs in a lane (`tests/kit/lanes`), on what `tests/kit/fetch-kubernetes` makes, which
-//! KUBERNETES_DIR names. RESULTS_DIR is where the results go, from where
-//! `UPDATE_DOCS=1 cargo test --test compatibility` reads them after a run of all cases.
+//! KUBERNETES_DIR names. It writes its results to RESULTS_DIR; `docs/compatibility.md` has those of
+//! the last run.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod cluster;
