@@ -28,8 +28,7 @@ pub(crate) const OURS: &str = "ours";
 pub(crate) const FLOOR: &str = "floor";
 
 /// This project's daemons: name and lines of config.
-const DAEMONS: [(&str, &str); 2] =
-    [(OURS, ""), ("ours_shim_driver", "drivers = { \"io.containerd.runc.v2\" = \"shim\" }\n")];
+const DAEMONS: [(&str, &str); 1] = [(OURS, "")];
 
 /// Type of the extension in which CRI describes the pod (containerd `sandboxstore.Metadata`).
 const METADATA_TYPE: &str = "github.com/containerd/cri/pkg/store/sandbox/Metadata";

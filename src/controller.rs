@@ -117,7 +117,7 @@ impl Controller {
     /// # Errors
     /// [`Error::NotFound`].
     pub async fn platform(&self, id: &str) -> Result<Platform, Error> {
-        self.sandbox(id)?.prepare().await;
+        self.sandbox(id)?.prepare();
         Ok(Platform::node())
     }
 
@@ -295,7 +295,7 @@ impl Controller {
             cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),
             sandboxes: lines.into_iter().map(|line| (line.state, line.driver)).collect(),
             states: Phase::ALL.iter().map(|phase| phase.name()).collect(),
-            driver: self.environment.native_driver(),
+            driver: self.environment.driver_name(),
         }
     }
 

@@ -1,7 +1,6 @@
 //! The targets: each decodes one kind of input and asserts what must hold of it, not only that
 //! nothing panics.
 
-mod bootstrap;
 mod calls;
 mod config;
 mod connection;
@@ -42,13 +41,6 @@ const PACKED: usize = 10_000_000 * size_of::<i64>();
 
 /// All of them.
 pub const TARGETS: &[Target] = &[
-    Target {
-        name: "bootstrap",
-        run: bootstrap::run,
-        seeds: bootstrap::seeds,
-        memory: 64,
-        frame: 0,
-    },
     Target { name: "calls", run: calls::run, seeds: calls::seeds, memory: 256, frame: 0 },
     Target { name: "config", run: config::run, seeds: config::seeds, memory: 1024, frame: 0 },
     Target { name: "create", run: create::run, seeds: create::seeds, memory: 1024, frame: PACKED },

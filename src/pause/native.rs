@@ -3,14 +3,13 @@
 use std::ffi::{CString, c_int};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use nix::mount::{MsFlags, mount};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
@@ -363,21 +362,6 @@ pub fn is_network_namespace(path: &Path) -> io::Result<bool> {
 fn open_network_namespace(path: &Path) -> Result<OwnedFd, StepError> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     file.map(Into::into).step_at("open network namespace", path)
-}
-
-/// Gives the user namespace that owns a network namespace a path: binds it to a file at `pin`,
-/// which is made.
-///
-/// # Errors
-/// The failed step.
-pub fn pin_owner(netns: &Path, pin: &Path) -> Result<(), StepError> {
-    let network = open_network_namespace(netns)?;
-    let owner =
-        sys::namespace_owner(network.as_fd()).step_at("find the user namespace of", netns)?;
-    File::create(pin).step_at("make file", pin)?;
-    let opened = format!("/proc/self/fd/{}", owner.as_raw_fd());
-    mount(Some(opened.as_str()), pin, None::<&str>, MsFlags::MS_BIND, None::<&str>)
-        .step_at("pin user namespace", pin)
 }
 
 /// `CLONE_NEW…` of the namespaces that the pod has for itself.

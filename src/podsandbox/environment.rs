@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::drivers::DriverRegistry;
 use super::files::SandboxFiles;
 use super::layout::Layout;
 use super::selinux::Selinux;
@@ -28,8 +27,8 @@ const _: () = assert!(
 pub struct Environment {
     /// Settings.
     pub config: Arc<Config>,
-    /// The drivers that create pause processes.
-    pub(super) drivers: DriverRegistry,
+    /// Creates the pause processes.
+    pub(super) driver: Arc<dyn Driver>,
     /// containerd's containers, of which each sandbox can be one.
     pub containers: Containers,
     /// Makes the pods' Task endpoints.
@@ -45,9 +44,9 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// The name of the driver that runs pause processes natively.
-    pub fn native_driver(&self) -> &'static str {
-        self.drivers.native_name()
+    /// The driver's name in records and metrics.
+    pub fn driver_name(&self) -> &'static str {
+        self.driver.name()
     }
 
     /// Directory of all records.
@@ -60,14 +59,14 @@ impl Environment {
         SandboxFiles::new(&self.layout, id)
     }
 
-    /// Settings and native driver with the endpoints that go with them. `open_files` is the soft
+    /// Settings and driver with the endpoints that go with them. `open_files` is the soft
     /// limit that shims get, `own_shim` this project's own shim, if it can be used.
     ///
     /// # Errors
     /// The boot id cannot be read.
     pub fn new(
         config: Config,
-        native: Arc<dyn Driver>,
+        driver: Arc<dyn Driver>,
         open_files: Option<u64>,
         own_shim: Option<OwnShim>,
     ) -> Result<Self, StepError> {
@@ -78,14 +77,12 @@ impl Environment {
             containerd_state: config.containerd_state.clone(),
             state_dir: config.state_dir.clone(),
             sandboxes: layout.records.clone(),
-            on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
             binaries: config.shims.0.clone(),
             open_files,
             environment: config.shim_env.0.clone(),
             own_shim,
         };
         let shims = Arc::new(Shims::new(settings)?);
-        let drivers = DriverRegistry::new(native, shims.clone());
         let mounts = Arc::new(Mounts::new(
             config.containerd_address.clone(),
             config.containerd_state.clone(),
@@ -97,6 +94,6 @@ impl Environment {
         let containers = Containers::new(store, &config.state_dir);
         let config = Arc::new(config);
         let (selinux, telemetry) = (Selinux::default(), Arc::default());
-        Ok(Self { config, drivers, containers, shims, layout, mounts, selinux, telemetry })
+        Ok(Self { config, driver, containers, shims, layout, mounts, selinux, telemetry })
     }
 }

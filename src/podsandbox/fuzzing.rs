@@ -18,7 +18,7 @@ pub use super::status::config_json;
 /// # Errors
 /// Why it is refused.
 pub fn check(request: &CreateRequest, config: &Config) -> Result<Record, Error> {
-    let checked = super::validate::check(request, config, "native", &Selinux::default(), true);
+    let checked = super::validate::check(request, config, &Selinux::default(), true);
     checked.map(|checked| checked.record)
 }
 

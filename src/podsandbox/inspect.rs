@@ -16,6 +16,7 @@ use crate::error::{StepError, bounded};
 use crate::log_context::PodNames;
 use crate::process::Exit;
 use crate::protos::cri::PodSandboxConfig;
+use crate::shim;
 use crate::time::rfc3339;
 
 /// The namespaces of a process, as `/proc/PID/ns` names them.
@@ -170,7 +171,7 @@ pub(super) fn report(
             "task",
             json!({
                 "address": jobs.shim.address(),
-                "version": jobs.shim.version(),
+                "version": shim::TASK_VERSION,
                 "has_shim": jobs.shim.has_shim(),
                 "own_shim": jobs.facts.runtime.own_shim,
             }),

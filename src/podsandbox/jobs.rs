@@ -11,7 +11,6 @@ use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 
 use super::container_record::ContainerRecord;
-use super::drivers::PauseDriver;
 use super::environment::Environment;
 use super::files::SandboxFiles;
 use super::oci_spec::{self, Description};
@@ -21,7 +20,7 @@ use crate::cgroup::CgroupRef;
 use crate::error::{IoContext as _, StepError, StepErrors};
 use crate::id::SandboxId;
 use crate::log_context::{LogContext, PodNames};
-use crate::pause::{Namespace, Plan};
+use crate::pause::{Driver, Namespace, Plan};
 use crate::pool::{self, Class};
 use crate::process::{Adoption, Exit, Identity, Process};
 use crate::protos::cri::PodSandboxConfig;
@@ -63,7 +62,6 @@ pub struct StartInput {
 #[derive(Debug)]
 pub struct Jobs {
     environment: Arc<Environment>,
-    driver: PauseDriver,
     /// The facts that never change.
     pub facts: Facts,
     /// Where the files are.
@@ -71,7 +69,7 @@ pub struct Jobs {
     /// Where the record is.
     pub store: RecordStore,
     /// The Task endpoint of the pod's containers.
-    pub shim: shim::Endpoint,
+    pub shim: Arc<shim::Endpoint>,
     /// The sandbox as a container in containerd.
     pub container: ContainerRecord,
     /// The context of log lines about the sandbox.
@@ -129,10 +127,9 @@ impl Jobs {
         let Environment { layout, shims, config, .. } = &**environment;
         let runtime = shims.runtime(record.runtime());
         Self {
-            driver: environment.drivers.of_record(&record.driver),
             files: SandboxFiles::new(layout, &record.id),
             store: RecordStore::new(layout, &record.id),
-            shim: shims.endpoint(record.shim, &record.id, &runtime),
+            shim: shim::Endpoint::new(shims, &record.id, &runtime),
             facts: Facts {
                 // The id of the record, which all that is here shares, not its equal in the plan.
                 cgroup_ref: CgroupRef { id: record.id.clone(), ..record.plan.cgroup_ref() },
@@ -158,9 +155,13 @@ impl Jobs {
         &self.facts.cgroup_ref.id
     }
 
-    /// The driver's name in config, record and metrics.
+    /// The driver's name in lists and metrics.
     pub fn driver_name(&self) -> &'static str {
-        self.driver.name()
+        self.driver().name()
+    }
+
+    fn driver(&self) -> &dyn Driver {
+        &*self.environment.driver
     }
 
     /// What all sandboxes share.
@@ -194,19 +195,10 @@ impl Jobs {
     async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StepError> {
         // An earlier daemon may have ended before its record, or Create's may have been given up.
         self.record_container();
-        let (pause, recorded) = match self.driver.clone() {
-            PauseDriver::Native(driver) if self.shim.listens_only() => {
-                // Until the pause process is recorded no caller launches the shim.
-                let _launch = self.shim.lock_launch().await;
-                let make = move |jobs: &Self| {
-                    let input = jobs.make_files()?;
-                    jobs.shim.bind()?;
-                    jobs.describe(&input)?;
-                    Ok(jobs.recorded(driver.start(&input.record.plan)?))
-                };
-                self.run_blocking(Class::Start, make).await.flatten()?
-            }
-            driver => self.start_after_shim(driver).await?,
+        let (pause, recorded) = {
+            // Until the pause process is recorded no caller launches the shim.
+            let _launch = self.shim.lock_launch().await;
+            self.run_blocking(Class::Start, Self::make_pause).await.flatten()?
         };
         if let Err(step) = recorded {
             // No later daemon would find a pause process without a record.
@@ -217,44 +209,18 @@ impl Jobs {
         Ok(pause)
     }
 
-    /// Makes the files and the pause process of a pod whose shim is started first, and records the
-    /// process.
-    ///
-    /// # Errors
-    /// The failed step.
-    async fn start_after_shim(
-        self: &Arc<Self>,
-        driver: PauseDriver,
-    ) -> Result<StartedPause, StepError> {
-        let input = self.run_blocking(Class::Start, Self::make_files).await.flatten()?;
-        self.shim.listen().await?;
-        let of = input.clone();
-        self.run_blocking(Class::Start, move |jobs| jobs.describe(&of)).await.flatten()?;
-        match driver {
-            PauseDriver::Native(driver) => {
-                let start = move |jobs: &Self| Ok(jobs.recorded(driver.start(&input.record.plan)?));
-                self.run_blocking(Class::Start, start).await.flatten()
-            }
-            PauseDriver::Shim(driver) => {
-                let pause = driver.start(&input.record.plan).await?;
-                self.run_blocking(Class::Start, move |jobs| jobs.recorded(pause)).await
-            }
-        }
-    }
-
-    /// Marks the start as begun, then makes the files. Returns the input of Start.
-    fn make_files(&self) -> Result<Arc<StartInput>, StepError> {
+    /// Makes the files, the socket and the pause process, and records the process. To be called
+    /// with the launch lock of the shim held. What it has made is undone by [`Jobs::remove`].
+    fn make_pause(&self) -> Result<StartedPause, StepError> {
         self.environment.mounts.admit()?;
         self.files.begin()?;
         let input = self.start_input()?;
         self.files.make_all(&input.record.files, &input.record.labels.mount)?;
-        Ok(input)
-    }
-
-    /// Records a pause process.
-    fn recorded(&self, pause: Box<dyn Process>) -> StartedPause {
+        self.shim.bind()?;
+        self.describe(&input)?;
+        let pause = self.driver().start(&input.record.plan)?;
         let recorded = self.store.set_stage(&Stage::Started { identity: pause.identity().clone() });
-        (Arc::from(pause), recorded)
+        Ok((Arc::from(pause), recorded))
     }
 
     /// Runs a blocking task in the pool.
@@ -276,29 +242,12 @@ impl Jobs {
         self.run_blocking(class, task).await.unwrap_or_else(StepErrors::from)
     }
 
-    /// Makes the spec, unless it is there.
+    /// Makes the spec and the labels for the answer of Start.
     fn describe(&self, input: &StartInput) -> Result<(), StepError> {
-        let mut description = self.description.lock();
-        if description.is_none() {
-            let Environment { layout, config, .. } = &*self.environment;
-            let made = oci_spec::describe(&input.record, &input.pod, layout, config);
-            *description = Some(made.map_err(io::Error::other).step("make the spec")?);
-        }
+        let Environment { layout, config, .. } = &*self.environment;
+        let made = oci_spec::describe(&input.record, &input.pod, layout, config);
+        *self.description.lock() = Some(made.map_err(io::Error::other).step("make the spec")?);
         Ok(())
-    }
-
-    /// Describes the pause process to a shim that will run it. Others need no description.
-    ///
-    /// # Errors
-    /// The failed step.
-    pub fn describe_to_shim(&self, input: &StartInput) -> Result<(), StepError> {
-        if self.shim.listens_only() {
-            return Ok(());
-        }
-        self.describe(input)?;
-        let description = self.description.lock();
-        let spec = description.as_ref().map_or(&[][..], |made| &made.spec);
-        self.shim.describe(spec, &input.record.plan)
     }
 
     /// Makes the next job wait for overdue recovery steps.
@@ -355,37 +304,6 @@ impl Jobs {
         }
     }
 
-    /// Runs `before`, the driver's cleanup and `after`. With the native driver all of it runs as
-    /// one blocking closure, because its cleanup waits for no shim.
-    async fn driver_cleanup_and(
-        self: &Arc<Self>,
-        before: impl FnOnce(&Self) + Send + 'static,
-        after: impl FnOnce(&Self, &mut StepErrors) + Send + 'static,
-    ) -> StepErrors {
-        match self.driver.clone() {
-            PauseDriver::Native(driver) => {
-                let all = move |jobs: &Self| {
-                    let mut errors = StepErrors::default();
-                    before(jobs);
-                    errors.check_all(driver.cleanup(&jobs.facts.cgroup_ref));
-                    after(jobs, &mut errors);
-                    errors
-                };
-                self.steps(Class::End, all).await
-            }
-            PauseDriver::Shim(driver) => {
-                let mut errors = StepErrors::default();
-                errors.check(self.run_blocking(Class::End, before).await);
-                errors.check_all(driver.cleanup(&self.facts.cgroup_ref).await);
-                let rest = move |jobs: &Self| {
-                    after(jobs, &mut errors);
-                    errors
-                };
-                self.steps(Class::End, rest).await
-            }
-        }
-    }
-
     /// Restores deleted files; true when some were missing.
     ///
     /// # Errors
@@ -407,24 +325,10 @@ impl Jobs {
         }
     }
 
-    /// Whether the pause process is found without the pod's shim.
-    pub fn finds_pause_without_shim(&self) -> bool {
-        matches!(self.driver, PauseDriver::Native(_))
-    }
-
     /// Asks the driver for a process.
     pub async fn adopt_process(self: &Arc<Self>, identity: Identity) -> Adoption {
-        match self.driver.clone() {
-            PauseDriver::Native(driver) => {
-                let found = self
-                    .run_blocking(Class::Recovery, move |jobs| {
-                        driver.adopt(&jobs.facts.cgroup_ref, &identity)
-                    })
-                    .await;
-                found.unwrap_or_else(Adoption::Unknown)
-            }
-            PauseDriver::Shim(driver) => driver.adopt(&self.facts.cgroup_ref, &identity).await,
-        }
+        let find = move |jobs: &Self| jobs.driver().adopt(&jobs.facts.cgroup_ref, &identity);
+        self.run_blocking(Class::Recovery, find).await.unwrap_or_else(Adoption::Unknown)
     }
 
     /// After the exit: records it, removes the cgroup, unmounts the shared memory. If the exit
@@ -435,25 +339,25 @@ impl Jobs {
     /// Every step that failed.
     pub async fn cleanup(self: &Arc<Self>, pid: u32, exit: Option<Exit>) -> Result<(), StepErrors> {
         self.delete_task();
-        let record = move |jobs: &Self| {
+        let all = move |jobs: &Self| {
             let recorded = exit.map(|exit| jobs.store.set_stage(&Stage::Exited { pid, exit }));
             if let Some(Err(step)) = recorded {
                 log::warn!(sandbox = jobs.id().as_str(); "failed to record exit: {step}");
             }
+            let mut errors = jobs.clean_up_pause();
+            errors.check_all(jobs.files.release_shm());
+            errors
         };
-        let release =
-            |jobs: &Self, errors: &mut StepErrors| errors.check_all(jobs.files.release_shm());
-        self.driver_cleanup_and(record, release).await.into_result()
+        self.steps(Class::End, all).await.into_result()
     }
 
-    /// Removes all that is left: the pod's shim, cgroup, files and, when nothing else is left, the
-    /// record.
+    /// Removes all that is left: the pause process's cgroup, the pod's shim, files and, when nothing
+    /// else is left, the record.
     ///
     /// # Errors
     /// Every step that failed.
     pub async fn remove(self: &Arc<Self>) -> Result<(), StepErrors> {
-        // A shim that runs the pause process as well must be rid of it before it ends.
-        let mut errors = self.driver_cleanup_and(|_| {}, |_, _| {}).await;
+        let mut errors = self.steps(Class::End, Self::clean_up_pause).await;
         self.task_deleted().await;
         errors.check_all(self.shim.close().await);
         self.remove_container();
@@ -465,6 +369,13 @@ impl Jobs {
             errors
         };
         self.steps(Class::End, rest).await.into_result()
+    }
+
+    /// Removes what outlives the pause process.
+    fn clean_up_pause(&self) -> StepErrors {
+        let mut errors = StepErrors::default();
+        errors.check_all(self.driver().cleanup(&self.facts.cgroup_ref));
+        errors
     }
 }
 

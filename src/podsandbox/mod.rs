@@ -10,7 +10,6 @@ pub use base::platform::Platform;
 
 mod actor;
 mod container_record;
-mod drivers;
 mod environment;
 mod error;
 mod files;

@@ -34,9 +34,8 @@ use std::sync::Arc;
 
 use oci_spec::OciSpecError;
 use oci_spec::runtime::{
-    Capability, Linux, LinuxCapabilities, LinuxCpu, LinuxDeviceCgroup, LinuxIdMapping,
-    LinuxIdMappingBuilder, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process,
-    Root, Spec, User,
+    Linux, LinuxCapabilities, LinuxCpu, LinuxDeviceCgroup, LinuxIdMapping, LinuxIdMappingBuilder,
+    LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Root, Spec, User,
 };
 
 use super::files::SandboxFiles;
@@ -44,33 +43,14 @@ use super::layout::Layout;
 use super::record::Record;
 use crate::cgroup::slice::is_slice;
 use crate::config::Config;
-use crate::pause::{IdMapping, Namespace};
-use crate::protos::cri::{Int64Value, PodSandboxConfig};
-use crate::shim;
+use crate::pause::{IdMapping, Namespace, Plan};
+use crate::protos::cri::PodSandboxConfig;
 
 /// What containerd 2.0 writes; nothing newer is used.
 const OCI_VERSION: &str = "1.2.0";
 
 /// User and group of the pause process; also those of the usual pause image.
 const USER: u32 = 65535;
-
-/// Of containerd's default spec (`defaultUnixCaps`).
-const CAPABILITIES: [Capability; 14] = [
-    Capability::Chown,
-    Capability::DacOverride,
-    Capability::Fsetid,
-    Capability::Fowner,
-    Capability::Mknod,
-    Capability::NetRaw,
-    Capability::Setgid,
-    Capability::Setuid,
-    Capability::Setfcap,
-    Capability::Setpcap,
-    Capability::NetBindService,
-    Capability::SysChroot,
-    Capability::Kill,
-    Capability::AuditWrite,
-];
 
 /// CPU shares of a sandbox (containerd `DefaultSandboxCPUshares`): the least there is.
 const CPU_SHARES: u64 = 2;
@@ -143,14 +123,14 @@ fn spec(
     let mut spec = Spec::default();
     spec.set_version(OCI_VERSION.to_owned())
         .set_root(Some(root))
-        .set_process(Some(process(record, pod)))
+        .set_process(Some(process(plan)))
         .set_hostname(
             Some(plan.hostname.clone())
                 .filter(|name| plan.uts == Namespace::Private && !name.is_empty()),
         )
         .set_mounts(Some(mounts(record, pod, layout)))
         .set_annotations(Some(annotations::for_sandbox(&record.id, pod, &config.pod_annotations)))
-        .set_linux(Some(linux(record, layout, config)?));
+        .set_linux(Some(linux(record)?));
     Ok(spec)
 }
 
@@ -158,11 +138,8 @@ fn privileged(pod: &PodSandboxConfig) -> bool {
     pod.linux.security_context.privileged
 }
 
-/// What the pause process is, where this program runs it; a runtime that runs it gets what the
-/// built-in controller tells it.
-fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
-    let plan = &record.plan;
-    let by_runtime = record.shim.runs_pause();
+/// Describes the pause process.
+fn process(plan: &Plan) -> Process {
     let mut user = User::default();
     user.set_uid(USER).set_gid(USER);
     let mut capabilities = LinuxCapabilities::default();
@@ -172,21 +149,6 @@ fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
         .set_inheritable(None)
         .set_permitted(None)
         .set_ambient(None);
-    if by_runtime {
-        let security = pod.linux.security_context.get_or_default();
-        let id = |of: &protobuf::MessageField<Int64Value>| {
-            of.as_ref().and_then(|id| u32::try_from(id.value).ok())
-        };
-        let (uid, gid) = match id(&security.run_as_user) {
-            // A user without a group is in the node's first.
-            Some(uid) => (uid, id(&security.run_as_group).unwrap_or(0)),
-            None => (USER, USER),
-        };
-        // The user's groups take the place of the supplemental ones, which are for containers.
-        user.set_uid(uid).set_gid(gid).set_additional_gids(Some(vec![gid]));
-        let all = || Some(CAPABILITIES.into_iter().collect());
-        capabilities.set_bounding(all()).set_effective(all()).set_permitted(all());
-    }
     let label = Some(plan.selinux_label.clone()).filter(|label| !label.is_empty());
 
     let mut process = Process::default();
@@ -245,7 +207,7 @@ fn mount(destination: &str, kind: &str, source: impl AsRef<Path>, options: &[&st
     mount
 }
 
-fn linux(record: &Record, layout: &Layout, config: &Config) -> Result<Linux, OciSpecError> {
+fn linux(record: &Record) -> Result<Linux, OciSpecError> {
     let plan = &record.plan;
     let mut everything = LinuxDeviceCgroup::default();
     everything.set_allow(false).set_access(Some("rwm".to_owned()));
@@ -261,8 +223,8 @@ fn linux(record: &Record, layout: &Layout, config: &Config) -> Result<Linux, Oci
         .set_gid_mappings(plan.userns.map(|userns| id_mappings(userns.gid)).transpose()?)
         .set_sysctl(Some(sysctl).filter(|sysctl| !sysctl.is_empty()))
         .set_resources(Some(resources))
-        .set_cgroups_path(cgroups_path(record, config).map(Into::into))
-        .set_namespaces(Some(namespaces(record, layout)))
+        .set_cgroups_path(cgroups_path(plan).map(Into::into))
+        .set_namespaces(Some(namespaces(plan)))
         .set_masked_paths(Some(strings(&MASKED)))
         .set_readonly_paths(Some(strings(&READONLY)))
         .set_mount_label(Some(record.labels.mount.clone()).filter(|label| !label.is_empty()));
@@ -280,12 +242,7 @@ fn id_mappings(mapping: IdMapping) -> Result<Vec<LinuxIdMapping>, OciSpecError> 
 }
 
 /// In containerd's order. Those that are the node's are left out.
-fn namespaces(record: &Record, layout: &Layout) -> Vec<LinuxNamespace> {
-    let plan = &record.plan;
-    // A runtime can join the user namespace that owns the network namespace only by a path.
-    let pinned = record.shim.runs_pause() && plan.netns.is_some();
-    let pinned =
-        pinned.then(|| shim::user_namespace(&layout.sandbox(&record.id).join(record.id.as_str())));
+fn namespaces(plan: &Plan) -> Vec<LinuxNamespace> {
     let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
     let all = [
         private(LinuxNamespaceType::Pid, plan.pid),
@@ -293,7 +250,7 @@ fn namespaces(record: &Record, layout: &Layout) -> Vec<LinuxNamespace> {
         private(LinuxNamespaceType::Uts, plan.uts),
         Some((LinuxNamespaceType::Mount, None)),
         plan.netns.as_ref().map(|path| (LinuxNamespaceType::Network, Some(path.clone()))),
-        plan.userns.map(|_| (LinuxNamespaceType::User, pinned)),
+        plan.userns.map(|_| (LinuxNamespaceType::User, None)),
     ];
     let described = |(kind, path)| {
         let mut namespace = LinuxNamespace::default();
@@ -305,13 +262,10 @@ fn namespaces(record: &Record, layout: &Layout) -> Vec<LinuxNamespace> {
 
 /// The pause process's cgroup: a path below the root of every hierarchy, or `slice:prefix:name`,
 /// the form in which runc and NRI write a systemd scope.
-fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
-    let plan = &record.plan;
+fn cgroups_path(plan: &Plan) -> Option<String> {
     let parent = plan.cgroup_parent.as_str();
     if parent.is_empty() {
-        // Of a pause process that a runtime runs, as of the built-in controller's.
-        let by_runtime = record.shim.runs_pause();
-        return by_runtime.then(|| format!("/{}/{}", config.containerd_namespace, plan.id));
+        return None;
     }
     if is_slice(parent) {
         return Some(format!("{parent}:cri-containerd:{}", plan.id));

@@ -2,15 +2,13 @@
 //!
 //! One directory per sandbox below `<state_dir>/sandboxes`, named by the id, holds `record.json`,
 //! what the sandbox is, and `stage.json`, how far it came: the second is small, because Start and
-//! exit write it. Both are replaced by rename, so a reader sees the old one or the new one. A newer
-//! daemon reads every older version; an older one refuses a newer record and leaves it alone.
+//! exit write it. Both are replaced by rename, so a reader sees the old one or the new one. A daemon
+//! refuses a record of a newer version and leaves it alone.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read as _};
-use std::os::unix::fs::{
-    DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
-};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -54,8 +52,6 @@ pub struct Record {
     pub id: SandboxId,
     /// When Create was called.
     pub created_at: SystemTime,
-    /// Name of the driver that made the pause process.
-    pub driver: String,
     /// What the driver creates.
     pub plan: Plan,
     /// The files that CRI bind-mounts into containers.
@@ -66,25 +62,12 @@ pub struct Record {
     pub netns_path: String,
     /// What containerd knows of the sandbox; Update changes its extensions.
     pub info: Info,
-    /// The kind of the pod's shim; [`shim::ShimKind::ContainerdOwned`] in records without it.
-    #[serde(default)]
-    pub shim: shim::ShimKind,
-    /// The pod has this project's own shim instead of its runtime's. Not a kind: a daemon that does
-    /// not know the field adopts the pod with its shim nevertheless.
-    #[serde(default, skip_serializing_if = "is_false")]
+    /// The pod has this project's own shim instead of its runtime's.
     pub own_shim: bool,
-    /// The pod's SELinux labels.
-    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    /// The pod's SELinux labels; empty where it has none.
     pub labels: Labels,
-    /// containerd's namespace that the sandbox is of; empty in records that do not tell.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
+    /// containerd's namespace that the sandbox is of.
     pub containerd_namespace: String,
-}
-
-/// Whether serde skips the field.
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
-fn is_false(flag: &bool) -> bool {
-    !flag
 }
 
 impl Record {
@@ -99,7 +82,7 @@ impl Record {
     /// Whether containerd can be asked for the sandbox in this namespace of its. It cannot where
     /// the setting has changed since, as ids are unique in a namespace alone.
     pub fn is_in(&self, containerd_namespace: &str) -> bool {
-        ["", containerd_namespace].contains(&self.containerd_namespace.as_str())
+        self.containerd_namespace == containerd_namespace
     }
 
     /// The runtime of its shim.
@@ -165,13 +148,11 @@ impl Record {
             version: VERSION,
             id: plan.id.clone(),
             created_at: SystemTime::UNIX_EPOCH,
-            driver: "native".to_owned(),
             plan,
             files: Files { hostname: String::new(), dns: None, shm: true },
             config: RecordedAny::default(),
             netns_path: String::new(),
             info: Info::default(),
-            shim: Default::default(),
             own_shim: false,
             labels: Default::default(),
             containerd_namespace: String::new(),
@@ -320,30 +301,6 @@ impl RecordStore {
         written.inspect_err(|_| {
             let _ = self.remove();
         })
-    }
-
-    /// Takes from all but root the right to read what an older daemon has left readable. Who may
-    /// only pass the directory, as the root of the pod's user namespace must where a shim runs the
-    /// pause process, still may.
-    ///
-    /// # Errors
-    /// The failed step.
-    pub fn keep_private(&self) -> Result<(), StepError> {
-        const STEP: &str = "make the record private";
-        let dir = self.dir();
-        let files = self.files().into_iter().map(|file| (file, PRIVATE, 0o077));
-        for (path, mode, too_much) in files.chain([(dir, 0o700, 0o066)]) {
-            // The reader reports links and other files that are no records.
-            match fs::symlink_metadata(&path) {
-                Ok(about) if !about.is_symlink() && about.mode() & too_much != 0 => {
-                    fs::set_permissions(&path, fs::Permissions::from_mode(mode))
-                        .step_at(STEP, path)?;
-                }
-                Ok(_) => {}
-                Err(e) => gone(Err(e)).step_at(STEP, path)?,
-            }
-        }
-        Ok(())
     }
 
     /// Reads how far the sandbox came; [`Stage::Created`] where that was never written.

@@ -179,7 +179,7 @@ async fn kill_orphans(environment: &Arc<Environment>) {
                 Err(_) => true,
             }
         };
-        environment.drivers.kill_orphans(&recorded)
+        environment.driver.kill_orphans(&recorded)
     });
     match ended.await {
         Ok(Ok(())) => {}
@@ -349,9 +349,7 @@ async fn recover_record(
     if stage != Stage::Created || begun {
         jobs.shim.expect_recovery();
         // The search for a shim can take all of the record's time.
-        if let Stage::Started { identity } = &stage
-            && jobs.finds_pause_without_shim()
-        {
+        if let Stage::Started { identity } = &stage {
             adopted = Some(adopt(id, &mut deadline, &jobs, identity.clone()).await);
         }
         let of = jobs.clone();
@@ -430,10 +428,6 @@ fn read_sandbox(
     has_no_record: &AtomicBool,
 ) -> Result<OnDisk, AdoptionFailure> {
     let store = RecordStore::new(&environment.layout, id);
-    // Its pod lives with it or without.
-    if let Err(step) = store.keep_private() {
-        log::error!(sandbox = id.as_str(); "failed to make the record private: {step}");
-    }
     let record = match store.read_record() {
         Ok(record) => record,
         // A daemon ended between making the directory and writing the record, or between removing

@@ -117,24 +117,14 @@ impl Sandbox {
         let failed =
             |step: StepError| Error::Failed { id: id.clone(), rpc: "create", steps: step.into() };
         let recorded = pool::run(Class::Start, move || Self::record(&of, &request)).await;
-        let (jobs, described) = recorded.map_err(failed)??;
-        if let Err(step) = described {
-            for left in jobs.remove().await.err().unwrap_or_default() {
-                log::warn!(sandbox = id.as_str(); "failed to undo create: {left}");
-            }
-            return Err(failed(step));
-        }
+        let jobs = recorded.map_err(failed)??;
         log::info!(sandbox = id.as_str(); "sandbox created");
         let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
         Ok(Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone))
     }
 
-    /// Checks a request and records the sandbox; the inner result is that of the description for
-    /// its shim. Blocks.
-    fn record(
-        environment: &Arc<Environment>,
-        request: &CreateRequest,
-    ) -> Result<(Arc<Jobs>, Result<(), StepError>), Error> {
+    /// Checks a request and records the sandbox. Blocks.
+    fn record(environment: &Arc<Environment>, request: &CreateRequest) -> Result<Arc<Jobs>, Error> {
         let failed = |step: StepError| Error::Failed {
             id: request.id.clone(),
             rpc: "create",
@@ -144,17 +134,14 @@ impl Sandbox {
         let Validated { record, pod, level } = validate::check(
             request,
             &environment.config,
-            environment.drivers.native_name(),
             &environment.selinux,
             environment.shims.has_own(),
         )?;
         let jobs = Jobs::new(environment, &record, inspect::pod_names(&pod), level);
         jobs.container.set_new();
         jobs.store.create(&record).map_err(failed)?;
-        let input = StartInput { record, pod };
-        let described = jobs.describe_to_shim(&input);
-        jobs.keep_start_input(input);
-        Ok((Arc::new(jobs), described))
+        jobs.keep_start_input(StartInput { record, pod });
+        Ok(Arc::new(jobs))
     }
 
     pub(super) fn enter(
@@ -219,7 +206,7 @@ impl Sandbox {
             created_at: self.jobs.facts.created_at,
             labels: labels.unwrap_or_default(),
             address: self.jobs.shim.address(),
-            version: self.jobs.shim.version(),
+            version: shim::TASK_VERSION,
             spec: spec.map(|spec| Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
         })
     }
@@ -314,7 +301,7 @@ impl Sandbox {
             created_at: self.jobs.facts.created_at,
             exited_at: published.exit.map(|exit| exit.at),
             address: self.jobs.shim.address(),
-            version: self.jobs.shim.version(),
+            version: shim::TASK_VERSION,
         }
     }
 
@@ -386,7 +373,7 @@ impl Sandbox {
         self.jobs.facts.in_namespace
             && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
             && !self.queried.load(Ordering::Relaxed)
-            && !self.jobs.shim.had_container()
+            && !self.jobs.shim.has_shim()
     }
 
     /// Returns when nothing of the sandbox is in progress.
@@ -398,11 +385,10 @@ impl Sandbox {
         }
     }
 
-    /// containerd creates a container of the pod: its shim is there when this ends, or comes with
-    /// the first call.
-    pub async fn prepare(&self) {
+    /// containerd creates a container of the pod: launches its shim before the first call.
+    pub fn prepare(&self) {
         if self.phase() == Phase::Ready {
-            self.jobs.shim.prepare().await;
+            self.jobs.shim.prepare();
         }
     }
 

@@ -19,7 +19,6 @@ use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::pause::{self, IdMapping, Namespace, Plan, UserNamespace, native};
 use crate::protos::cri::{IDMapping, NamespaceMode, NamespaceOption, PodSandboxConfig};
-use crate::shim;
 
 /// Longest host name of Linux (sethostname(2)), bytes.
 const LONGEST_HOSTNAME: usize = 64;
@@ -58,7 +57,6 @@ pub struct Validated {
 pub fn check(
     request: &CreateRequest,
     config: &Config,
-    native: &str,
     selinux: &Selinux,
     has_own_shim: bool,
 ) -> Result<Validated, Error> {
@@ -70,6 +68,8 @@ pub fn check(
         .ok_or_else(|| Error::invalid(id, "options", "is missing".to_owned()))?;
     let pod = decode_config(id, &options.type_url, &options.value)?;
     let info = request.sandbox.clone().unwrap_or_default();
+    base::runtime::check_served(&info.runtime_name)
+        .map_err(|e| Error::invalid(id, "sandbox.runtime.name", e.to_string()))?;
     let security = pod.linux.security_context.get_or_default();
     security::check(id, security)?;
     check_labels(id, &pod)?;
@@ -83,18 +83,16 @@ pub fn check(
     // process has none of its own.
     let label = if security.privileged { String::new() } else { pause_label };
     let plan = plan(checked, request, &pod, config, label)?;
-    let (owner, own_shim) = shim_choice::choose(&info, config, has_own_shim);
+    let own_shim = shim_choice::is_own(&info, config, has_own_shim);
     let record = Record {
         version: record::VERSION,
         id: plan.id.clone(),
         created_at: SystemTime::now(),
-        driver: if owner.runs_pause() { shim::driver::NAME } else { native }.to_owned(),
         files: Files { hostname: plan.hostname.clone(), dns, shm: plan.ipc == Namespace::Private },
         plan,
         config: RecordedAny::from(options),
         netns_path: request.netns_path.clone(),
         info: (&info).into(),
-        shim: owner,
         own_shim,
         labels,
         containerd_namespace: config.containerd_namespace.clone(),

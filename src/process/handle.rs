@@ -111,29 +111,6 @@ pub fn started_at(pid: u32) -> Result<u64, StepError> {
     Stat::of_process(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
 }
 
-/// Checks that a process which a call reports as started by it can be that: it runs as the daemon's
-/// own user, root, and is no older than `since`, which is [`started_at`] of the call. A reported
-/// pid that is not checked may be any process.
-///
-/// # Errors
-/// Why it cannot be, or that its files in `/proc` cannot be read.
-pub fn check_started_since(identity: &Identity, since: u64) -> Result<(), StepError> {
-    const WHAT: &str = "check process";
-    let path = format!("/proc/{}", identity.pid);
-    let refused = |reason: &str| {
-        Err(StepError::at(WHAT, &path, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
-    };
-    if identity.start_time < since {
-        return refused("it is older than the call that is to have started it");
-    }
-    let own = is_own_users(identity.pid).step_at(WHAT, &path)?;
-    // Only now it is known of whom that was read.
-    if !identity::matches(identity)? {
-        return refused("it has ended");
-    }
-    if own { Ok(()) } else { refused("it runs as another user") }
-}
-
 /// All user ids of the process that has a pid now are the daemon's.
 pub(crate) fn is_own_users(pid: u32) -> io::Result<bool> {
     let own = nix::unistd::geteuid().to_string();
@@ -176,7 +153,6 @@ pub fn namespaces(
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt as _;
-    use std::os::unix::process::CommandExt as _;
     use std::process::Command;
 
     use super::*;
@@ -192,33 +168,6 @@ mod tests {
         process.kill().unwrap();
         assert!(ProcessHandle::open(u32::MAX).unwrap().is_none());
         assert!(ProcessHandle::open(0).unwrap().is_none());
-    }
-
-    #[test]
-    fn a_process_that_the_call_cannot_have_started_is_refused() {
-        let mut call = Command::new("sleep").arg("1000").spawn().unwrap();
-        let since = started_at(call.id()).unwrap();
-        let boot = identity::boot_id().unwrap();
-        let of = |pid| identity::read_identity(pid, &boot).unwrap();
-        let refused = |identity: &Identity| {
-            check_started_since(identity, since).map_err(|step| step.to_string())
-        };
-        refused(&of(call.id())).unwrap();
-        if nix::unistd::geteuid().is_root() {
-            let mut other = Command::new("sleep").arg("1000").uid(65534).spawn().unwrap();
-            assert!(refused(&of(other.id())).unwrap_err().contains("another user"));
-            other.kill().unwrap();
-            other.wait().unwrap();
-        } else {
-            kit::skip("only root can start a process of another user");
-        }
-        let older = check_started_since(&of(call.id()), since + 1).unwrap_err().to_string();
-        assert!(older.contains("older than the call"), "{older}");
-        // As if the pid had been reused.
-        let gone = Identity { start_time: since + 1, ..of(call.id()) };
-        assert!(refused(&gone).unwrap_err().contains("has ended"));
-        call.kill().unwrap();
-        call.wait().unwrap();
     }
 
     /// As a process that also holds a socket of another mount namespace: the path alone does not

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use containerd_shim_protos::shim::oci::Options;
 use serde::{Deserialize, Serialize};
 
-use super::bootstrap::Bootstrap;
 use super::log as shim_log;
 use crate::error::{IoContext as _, StepError, gone};
 use crate::process::Identity;
@@ -19,7 +18,6 @@ use crate::replace_file::replace_file;
 pub const NEW: &str = ".new";
 
 const RECORD: &str = "shim.json";
-const BOOTSTRAP: &str = "bootstrap.json";
 const DEATH: &str = "death";
 const CONFIG: &str = "config.json";
 const OPTIONS: &str = "options.json";
@@ -37,8 +35,7 @@ pub enum Recorded {
     Running {
         /// Its identity.
         identity: Identity,
-        /// The cookie of the socket that it was handed.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
+        /// The cookie of the socket that it was handed; `None`: it could not be read.
         socket: Option<u64>,
     },
 }
@@ -65,18 +62,14 @@ impl Bundle {
         self.dir.join("log")
     }
 
-    /// Makes the directory with all that a shim of sandbox `id` looks for; `config` without a spec
-    /// to run, unless there is one.
+    /// Makes the directory with all that a shim of sandbox `id` looks for.
     ///
     /// # Errors
     /// The failed step.
-    pub fn make_bundle(&self, id: &str, config: bool) -> Result<(), StepError> {
+    pub fn make_bundle(&self, id: &str) -> Result<(), StepError> {
         match fs::DirBuilder::new().mode(0o700).create(&self.dir) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.step_at("make directory", &self.dir)?,
-        }
-        if !config {
-            return shim_log::make_fifo(&self.log());
         }
         // Shims look for the group that they serve; the containers' own bundles tell the rest.
         let spec = serde_json::json!({
@@ -124,33 +117,6 @@ impl Bundle {
                 gone(fs::remove_file(&path)).step_at("remove record of shim", path)
             }
         }
-    }
-
-    /// Where the shim listens, as its `start` said; `None`: there was none.
-    ///
-    /// # Errors
-    /// It cannot be read.
-    pub fn bootstrap(&self) -> Result<Option<Bootstrap>, StepError> {
-        let path = self.dir.join(BOOTSTRAP);
-        match fs::read(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(StepError::at("read address of shim", path, e)),
-            Ok(text) => serde_json::from_slice(&text)
-                .map(Some)
-                .map_err(io::Error::other)
-                .step_at("read address of shim", path),
-        }
-    }
-
-    /// Records where the shim listens.
-    ///
-    /// # Errors
-    /// The failed step.
-    pub fn record_bootstrap(&self, bootstrap: &Bootstrap) -> Result<(), StepError> {
-        let text = serde_json::to_vec(bootstrap)
-            .map_err(io::Error::other)
-            .step("encode address of shim")?;
-        self.replace(BOOTSTRAP, &text)
     }
 
     /// Records why the shim died with containers in it.
@@ -339,7 +305,7 @@ pub(super) mod tests {
         fs::write(containerds.join(CONFIG), "config").unwrap();
         let written = fs::read_to_string(containerds.join(OPTIONS)).unwrap();
         let bundle = Bundle::new(full.path().join("b"));
-        bundle.make_bundle("pod", false).unwrap();
+        bundle.make_bundle("pod").unwrap();
         full.fill();
         // Also another time.
         for _ in 0..2 {
@@ -378,12 +344,9 @@ pub(super) mod tests {
     fn records_are_read_again() {
         let dir = tempfile::tempdir().unwrap();
         let bundle = Bundle::new(dir.path().join("b"));
-        assert_eq!((bundle.recorded().unwrap(), bundle.bootstrap().unwrap()), (None, None));
-        bundle.make_bundle("pod", true).unwrap();
-        let written = Bootstrap::parse(b"unix:///run/s/1").unwrap();
-        bundle.record_bootstrap(&written).unwrap();
+        assert_eq!(bundle.recorded().unwrap(), None);
+        bundle.make_bundle("pod").unwrap();
         bundle.record(Some(&Recorded::Launching)).unwrap();
-        assert_eq!(bundle.bootstrap().unwrap(), Some(written));
         assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Launching));
         // A file is there as a whole or not at all.
         let names = fs::read_dir(bundle.dir())
@@ -393,8 +356,6 @@ pub(super) mod tests {
         assert!(unfinished.is_empty(), "{unfinished:?}");
         fs::write(bundle.dir().join(RECORD), "").unwrap();
         assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Launching), "a record without sense");
-        fs::write(bundle.dir().join(BOOTSTRAP), "").unwrap();
-        assert!(bundle.bootstrap().is_err());
     }
 
     #[test]
@@ -408,23 +369,5 @@ pub(super) mod tests {
             assert_eq!(fs::read_link(last.join(CONTAINERDS)).unwrap(), containerds);
             assert!(last.join(OPTIONS).exists());
         }
-    }
-
-    /// A newer daemon must find the shims of an older one.
-    #[test]
-    fn the_record_of_an_older_daemon_is_read() {
-        let dir = tempfile::tempdir().unwrap();
-        let bundle = Bundle::new(dir.path().join("b"));
-        bundle.make_bundle("pod", true).unwrap();
-        let older = r#"{"running":{"identity":{"pid":7,"start_time":8,"pid_namespace":9,
-            "boot_id":"boot"}}}"#;
-        fs::write(bundle.dir().join(RECORD), older).unwrap();
-        let identity = Identity { pid: 7, start_time: 8, pid_namespace: 9, boot_id: "boot".into() };
-        let read = bundle.recorded().unwrap();
-        assert_eq!(read, Some(Recorded::Running { identity, socket: None }));
-        // An older daemon reads what a newer one writes.
-        bundle.record(read.as_ref()).unwrap();
-        let written = fs::read_to_string(bundle.dir().join(RECORD)).unwrap();
-        assert!(written.starts_with(r#"{"running":{"identity":{"pid":7,"#), "{written}");
     }
 }

@@ -11,13 +11,12 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncReadExt as _;
 use tokio::process::{Child, Command};
 use tokio::sync::Semaphore;
 
 use super::ShimSettings;
 use crate::error::{IoContext as _, StepError};
-use crate::process::handle;
 use crate::process::spawn::limit_open_files;
 
 /// How long a call may take.
@@ -26,7 +25,6 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Calls of one kind at once. Further ones wait for a permit before their time limit begins: each
 /// is a process, and a hundred deletions at once would take longer than that on a small node.
 const AT_ONCE: usize = 32;
-static STARTS: Semaphore = Semaphore::const_new(AT_ONCE);
 static DELETIONS: Semaphore = Semaphore::const_new(AT_ONCE);
 
 /// How much a call may write; bytes.
@@ -166,64 +164,23 @@ pub async fn delete(
         .envs(environment(settings, inherited, "2"));
     // Never closed.
     let _permit = DELETIONS.acquire().await;
-    call("delete container of dead shim", bundle, command, settings.open_files, Vec::new())
-        .await
-        .map(drop)
+    call("delete container of dead shim", bundle, command, settings.open_files).await
 }
 
-/// Standard output of a call, and when it was started, in clock ticks after boot.
-#[derive(Debug, PartialEq, Eq)]
-pub struct StartOutput {
-    /// Its standard output.
-    pub output: Vec<u8>,
-    /// Start of the call; processes that it started are not older.
-    pub since: u64,
-}
-
-/// Has the shim start a server for group `id` in `bundle`: `start`, with what it is given on
-/// standard input. What it says is read by [`super::bootstrap::Bootstrap::parse`].
-///
-/// # Errors
-/// It cannot be run, fails, writes too much, or does not end in time.
-pub async fn start(
-    settings: &ShimSettings,
-    binary: &Path,
-    id: &str,
-    bundle: &Path,
-    given: Vec<u8>,
-) -> Result<StartOutput, StepError> {
-    let mut command = Command::new(binary);
-    command
-        .args(["-namespace", &settings.containerd_namespace, "-address"])
-        .arg(&settings.containerd_address)
-        .args(["-publish-binary", "containerd", "-id", id, "start"])
-        .current_dir(bundle)
-        .env_clear()
-        .envs(environment(settings, Inherited::Daemon, "2"));
-    let _permit = STARTS.acquire().await;
-    call("start shim", binary, command, settings.open_files, given).await
-}
-
-/// Runs a command to its end, with the soft limit of open files that shims get. Returns its output.
+/// Runs a command to its end, with the soft limit of open files that shims get.
 async fn call(
     what: &'static str,
     subject: &Path,
     mut command: Command,
     open_files: Option<u64>,
-    given: Vec<u8>,
-) -> Result<StartOutput, StepError> {
-    let input = if given.is_empty() { Stdio::null() } else { Stdio::piped() };
-    command.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+) -> Result<(), StepError> {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
     limit_open_files(command.as_std_mut(), open_files);
     let mut child = KillGroupOnDrop(command.spawn().step_at(what, subject)?);
-    // It is not reaped before it is waited for.
-    let since = child.0.id().map_or(Ok(0), handle::started_at)?;
-    let (input, output, errors) =
-        (child.0.stdin.take(), child.0.stdout.take(), child.0.stderr.take());
+    let errors = child.0.stderr.take();
     let all = async {
-        let ((), output, errors) =
-            tokio::try_join!(write(input, given), read_pipe(output), read_pipe(errors))?;
-        Ok((child.0.wait().await?, output, errors))
+        let errors = read_pipe(errors).await?;
+        Ok((child.0.wait().await?, errors))
     };
     let ended: io::Result<_> = tokio::time::timeout(CALL_TIMEOUT, all).await.unwrap_or_else(|_| {
         Err(io::Error::new(
@@ -231,9 +188,9 @@ async fn call(
             format!("timed out after {} s", CALL_TIMEOUT.as_secs()),
         ))
     });
-    let (status, output, errors) = ended.step_at(what, subject)?;
+    let (status, errors) = ended.step_at(what, subject)?;
     if status.success() {
-        return Ok(StartOutput { output, since });
+        return Ok(());
     }
     let said = String::from_utf8_lossy(&errors);
     Err(StepError::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
@@ -254,16 +211,6 @@ impl Drop for KillGroupOnDrop {
         {
             log::warn!("failed to kill process group {group} of a call that timed out: {e}");
         }
-    }
-}
-
-/// Gives all to a pipe, or as much as its reader takes.
-async fn write(pipe: Option<impl tokio::io::AsyncWrite + Unpin>, bytes: Vec<u8>) -> io::Result<()> {
-    let Some(mut pipe) = pipe else { return Ok(()) };
-    match pipe.write_all(&bytes).await {
-        // A program need not read what it has no use for.
-        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => other,
     }
 }
 
@@ -295,7 +242,6 @@ mod tests {
             containerd_state: "/state".into(),
             state_dir: "/own".into(),
             sandboxes: "/own/sandboxes".into(),
-            on_demand_address: String::new(),
             binaries: Default::default(),
             open_files: None,
             environment: variables.iter().cloned().collect(),
@@ -324,28 +270,24 @@ mod tests {
         assert!(!has_core_domain(&server(&[set("SCHED_CORE", "")])));
     }
 
-    async fn shell(script: &str) -> Result<Vec<u8>, String> {
+    async fn shell(script: &str) -> Result<(), String> {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", script]);
-        call("call", Path::new("/bundle"), command, Some(77), b"given".to_vec())
-            .await
-            .map(|said| said.output)
-            .map_err(|e| e.to_string())
+        call("call", Path::new("/bundle"), command, Some(77)).await.map_err(|e| e.to_string())
     }
 
     #[tokio::test]
     async fn a_call_ends_whatever_the_program_does() {
-        assert_eq!(shell("printf out").await, Ok(b"out".to_vec()));
-        assert_eq!(shell("cat").await, Ok(b"given".to_vec()));
+        assert_eq!(shell("yes | head -c 200000; cat").await, Ok(()));
         let error = shell("echo why >&2; exit 7").await.unwrap_err();
         assert_eq!(error, "call /bundle: exit status: 7: why");
-        let error = shell("yes").await.unwrap_err();
+        let error = shell("yes >&2").await.unwrap_err();
         assert!(error.contains("wrote more than"), "{error}");
     }
 
     #[tokio::test]
     async fn a_call_has_the_limit_of_open_files_that_the_daemon_was_started_with() {
-        assert_eq!(shell("ulimit -Sn").await, Ok(b"77\n".to_vec()));
+        assert_eq!(shell("[ $(ulimit -Sn) = 77 ]").await, Ok(()));
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,4 +1,3 @@
-//! Entry points of the fuzzer in `fuzz/`: what shims say, and what is read of their containers.
+//! Entry points of the fuzzer in `fuzz/`: what is read of the containers of shims.
 
-pub use super::bootstrap::Bootstrap;
 pub use super::containers::cgroup::{below, containers, is_outermost};

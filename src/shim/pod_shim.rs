@@ -36,8 +36,6 @@ pub(super) const SHUTDOWN_DELAYS: [Duration; 4] =
 pub(super) struct PodShim {
     shims: Arc<Shims>,
     id: SandboxId,
-    /// The shim's own `start` makes its socket.
-    self_started: bool,
     runtime: Arc<Runtime>,
     /// Made with the first cleanup, which few pods ever need.
     cleaning: OnceLock<Box<tokio::sync::Mutex<()>>>,
@@ -50,13 +48,6 @@ pub(super) struct RunningShim {
     pub(super) process: Arc<dyn Process>,
     /// Reads what it writes, until dropped.
     _log: Option<shim_log::Reader>,
-}
-
-impl RunningShim {
-    /// A shim that its own `start` has started.
-    pub(super) fn new(process: Arc<dyn Process>, log: shim_log::Reader) -> Self {
-        Self { process, _log: Some(log) }
-    }
 }
 
 /// What the record says of a shim, compared with the machine.
@@ -79,13 +70,8 @@ pub(super) enum RecordedShim {
 
 impl PodShim {
     /// The shim of sandbox `id`. Nothing is made yet.
-    pub(super) fn new(
-        shims: Arc<Shims>,
-        id: SandboxId,
-        self_started: bool,
-        runtime: Arc<Runtime>,
-    ) -> Self {
-        Self { shims, id, self_started, runtime, cleaning: OnceLock::new() }
+    pub(super) fn new(shims: Arc<Shims>, id: SandboxId, runtime: Arc<Runtime>) -> Self {
+        Self { shims, id, runtime, cleaning: OnceLock::new() }
     }
 
     /// The sandbox id.
@@ -144,10 +130,7 @@ impl PodShim {
     /// The shim's directory, in the sandbox's. Its path is made when it is needed, as thousands of
     /// idle pods would keep it for nothing.
     pub(super) fn bundle(&self) -> Bundle {
-        // The `delete` of a self-started shim looks for a container's bundle by the container's
-        // name beside its own.
-        let name = if self.self_started { &self.id } else { "shim" };
-        Bundle::new(self.settings().sandboxes.join(&*self.id).join(name))
+        Bundle::new(self.settings().sandboxes.join(&*self.id).join("shim"))
     }
 
     /// Launches the shim with the socket to accept at. Blocks. The second result is the failed step
@@ -168,7 +151,7 @@ impl PodShim {
                 Program::Path(&found)
             }
         };
-        bundle.make_bundle(&self.id, true)?;
+        bundle.make_bundle(&self.id)?;
         let log = shim_log::read_log(&bundle.log(), &self.id)?;
         let errors = shim_log::writer(&bundle.log())?;
         bundle.record(Some(&Recorded::Launching))?;
@@ -188,7 +171,7 @@ impl PodShim {
         let recorded = self.set_up_and_record(&*process, handle::socket_cookie(socket));
         log::debug!(sandbox = self.id(), pid = process.identity().pid;
             "shim launched: {}", program.path().display());
-        Ok((RunningShim::new(process, log), recorded))
+        Ok((RunningShim { process, _log: Some(log) }, recorded))
     }
 
     /// Does what containerd's own shims do for themselves in their `start`, and records the shim.
@@ -304,9 +287,8 @@ impl PodShim {
     pub(super) async fn end_process(
         self: &Arc<Self>,
         process: &dyn Process,
-        socket: Option<&Path>,
+        socket: &Path,
     ) -> Result<(), StepError> {
-        let Some(socket) = socket else { return self.kill(process).await };
         let answer = tokio::select! {
             _ = process.exited() => return Ok(()),
             answer = task::shut_down(socket, &self.id, SHIM_TIMEOUT) => answer,

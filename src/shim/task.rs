@@ -1,7 +1,7 @@
 //! Calls of the Task API of a shim, version 3 or 2, which have the same messages.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use containerd_shim_protos::api::{ConnectRequest, ConnectResponse, Empty, ShutdownRequest};
@@ -10,7 +10,6 @@ use ttrpc::asynchronous::Client;
 use ttrpc::proto::Request;
 use ttrpc::{Code, Error};
 
-use super::bootstrap::Bootstrap;
 use crate::error::StepError;
 use crate::process::Identity;
 
@@ -39,91 +38,24 @@ impl TaskError {
     }
 }
 
-/// A connection to a shim.
-#[derive(Clone)]
-pub struct Tasks {
-    client: Client,
-    service: &'static str,
-    socket: PathBuf,
-}
-
-impl Tasks {
-    /// Connects to a shim that was started.
-    ///
-    /// # Errors
-    /// No listener accepts.
-    pub async fn connect(shim: &Bootstrap, within: Duration) -> Result<Self, TaskError> {
-        let service = if shim.version < 3 { VERSION_2 } else { VERSION_3 };
-        let socket = shim.socket();
-        match tokio::time::timeout(within, connect(&socket)).await {
-            Ok(Ok(client)) => Ok(Self { client, service, socket }),
-            Ok(Err(e)) => Err(TaskError::Lost(StepError::at(
-                "connect to shim",
-                socket,
-                io::Error::other(e.to_string()),
-            ))),
-            Err(_) => Err(TaskError::Lost(StepError::at(
-                "connect to shim",
-                socket,
-                io::ErrorKind::TimedOut.into(),
-            ))),
-        }
-    }
-
-    /// Calls the shim; `what` names the step. Without `within` it has no time limit.
-    ///
-    /// # Errors
-    /// The shim refuses, or does not answer.
-    pub async fn call<A: Message, B: Message>(
-        &self,
-        what: &'static str,
-        method: &str,
-        request: &A,
-        within: Option<Duration>,
-    ) -> Result<B, TaskError> {
-        let answer = self.send_request(self.service, method, request, within).await;
-        answer.map_err(|e| failure(what, &self.socket, &e))
-    }
-
-    async fn send_request<A: Message, B: Message>(
-        &self,
-        service: &str,
-        method: &str,
-        request: &A,
-        within: Option<Duration>,
-    ) -> Result<B, Error> {
-        let broken = |e: protobuf::Error| Error::Others(e.to_string());
-        let call = Request {
-            service: service.to_owned(),
-            method: method.to_owned(),
-            payload: request.write_to_bytes().map_err(broken)?,
-            timeout_nano: within
-                .map_or(0, |within| i64::try_from(within.as_nanos()).unwrap_or(i64::MAX)),
-            ..Default::default()
-        };
-        let answer = self.client.request(call).await?;
-        B::parse_from_bytes(&answer.payload).map_err(broken)
-    }
-
-    /// The shim's process id, from its response to Connect.
-    ///
-    /// # Errors
-    /// The failed call.
-    pub async fn shim_pid(&self, id: &str, within: Duration) -> Result<u32, TaskError> {
-        let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
-        let answer: ConnectResponse =
-            self.call("ask shim", "Connect", &request, Some(within)).await?;
-        Ok(answer.shim_pid)
-    }
-}
-
-impl std::fmt::Debug for Tasks {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Tasks")
-            .field("service", &self.service)
-            .field("socket", &self.socket)
-            .finish_non_exhaustive()
-    }
+/// Calls a method of one of the shim's services.
+async fn send_request<A: Message, B: Message>(
+    client: &Client,
+    service: &str,
+    method: &str,
+    request: &A,
+    within: Duration,
+) -> Result<B, Error> {
+    let broken = |e: protobuf::Error| Error::Others(e.to_string());
+    let call = Request {
+        service: service.to_owned(),
+        method: method.to_owned(),
+        payload: request.write_to_bytes().map_err(broken)?,
+        timeout_nano: i64::try_from(within.as_nanos()).unwrap_or(i64::MAX),
+        ..Default::default()
+    };
+    let answer = client.request(call).await?;
+    B::parse_from_bytes(&answer.payload).map_err(broken)
 }
 
 fn failure(what: &'static str, socket: &Path, e: &Error) -> TaskError {
@@ -147,14 +79,15 @@ fn failure(what: &'static str, socket: &Path, e: &Error) -> TaskError {
 pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), TaskError> {
     let call = async {
         let client = connect(socket).await?;
-        let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };
         let request = ShutdownRequest { id: id.to_owned(), now: true, ..Default::default() };
-        match tasks.send_request::<_, Empty>(VERSION_3, "Shutdown", &request, Some(within)).await {
-            Err(Error::RpcStatus(status)) if status.code() == Code::UNIMPLEMENTED => tasks
-                .send_request::<_, Empty>(VERSION_2, "Shutdown", &request, Some(within))
-                .await
-                .map(drop),
-            other => other.map(drop),
+        let shut_down = async |service| {
+            send_request::<_, Empty>(&client, service, "Shutdown", &request, within).await.map(drop)
+        };
+        match shut_down(VERSION_3).await {
+            Err(Error::RpcStatus(status)) if status.code() == Code::UNIMPLEMENTED => {
+                shut_down(VERSION_2).await
+            }
+            other => other,
         }
     };
     within_time("shut down shim", socket, within, call).await
@@ -212,10 +145,8 @@ pub async fn set_pause(
 pub async fn probe(socket: &Path, id: &str, within: Duration) -> Result<(), StepError> {
     let call = async {
         let client = connect(socket).await?;
-        let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };
         let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
-        match tasks
-            .send_request::<_, ConnectResponse>(VERSION_3, "Connect", &request, Some(within))
+        match send_request::<_, ConnectResponse>(&client, VERSION_3, "Connect", &request, within)
             .await
         {
             Err(Error::RpcStatus(_)) | Ok(_) => Ok(()),

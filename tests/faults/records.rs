@@ -1,23 +1,17 @@
 //! Records that a daemon cannot read, of other versions, or not now.
 
 use std::fs;
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use kit::grpc;
-use serde_json::Value;
 
 use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove};
 use crate::standalone::Standalone;
 
 pub(crate) fn cases() -> Vec<Case> {
-    alone![
-        a_record_that_could_not_be_read_is_read_again,
-        unreadable_and_newer_records_stay,
-        records_of_earlier_versions_load,
-    ]
+    alone![a_record_that_could_not_be_read_is_read_again, unreadable_and_newer_records_stay,]
 }
 
 async fn a_record_that_could_not_be_read_is_read_again() -> Result<()> {
@@ -92,56 +86,6 @@ async fn unreadable_and_newer_records_stay() -> Result<()> {
     standalone.start().await?;
     for id in [&good, &newer, &broken] {
         is_whole(&standalone, &controller, id).await?;
-        remove(&controller, id).await?;
-    }
-    standalone.nothing_left().await
-}
-
-/// The records in `tests/records/VERSION`, as daemons of that version wrote them.
-async fn records_of_earlier_versions_load() -> Result<()> {
-    // They are old.
-    let standalone = Standalone::new("abandoned_after = 1000000000\n")?;
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/records");
-    let mut expected = Vec::new();
-    for version in fs::read_dir(&golden).with_context(|| format!("read {}", golden.display()))? {
-        for record in fs::read_dir(version?.path())? {
-            let record = record?;
-            let (from, id) = (record.path(), record.file_name().to_string_lossy().into_owned());
-            let to = standalone.record(&id);
-            fs::create_dir_all(&to)?;
-            for file in fs::read_dir(from)? {
-                let file = file?;
-                fs::copy(file.path(), to.join(file.file_name()))?;
-            }
-            expected.push(id);
-        }
-    }
-    expected.sort();
-    ensure!(
-        expected == ["created", "exited", "network", "started"],
-        "the golden records are {expected:?}"
-    );
-    standalone.start().await?;
-    let controller = standalone.controller();
-    // Pauses of another boot have ended.
-    for (id, exit) in
-        [("created", None), ("exited", Some(137)), ("network", None), ("started", Some(255))]
-    {
-        let status = controller
-            .status(id, true)
-            .await
-            .with_context(|| format!("{id}: {}", standalone.logged()))?;
-        ensure!(status.state == "SANDBOX_NOTREADY" && status.pid == 0, "{id}: {status:?}");
-        ensure!(
-            status.created_at.seconds == 1_790_000_000,
-            "{id}: created at {}",
-            status.created_at.seconds
-        );
-        let info: Value = serde_json::from_str(status.info.get("info").context("no info")?)?;
-        ensure!(info["config"]["metadata"]["name"] == id, "{id}: config is {}", info["config"]);
-        if let Some(exit) = exit {
-            ensure!(controller.wait(id).await?.exit_status == exit, "{id}: its exit");
-        }
         remove(&controller, id).await?;
     }
     standalone.nothing_left().await

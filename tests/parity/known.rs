@@ -36,10 +36,6 @@ enum On {
     Directories,
     /// Where systemd does not run.
     NoSystemd,
-    /// Where this program runs the pauses.
-    Native,
-    /// Where the runtime does.
-    Shim,
     /// With a kernel, such as 6.1, that has no net.core.somaxconn in the network of a user
     /// namespace.
     NoSomaxconn,
@@ -76,8 +72,6 @@ impl Known {
             On::V1 => !here.unified,
             On::V2 => here.unified,
             On::NoSomaxconn => here.no_somaxconn,
-            On::Native => kit::driver().as_deref() != Some("shim"),
-            On::Shim => kit::driver().as_deref() == Some("shim"),
             On::Slices => CgroupDriver::chosen() == CgroupDriver::Systemd,
             On::Directories => CgroupDriver::chosen() == CgroupDriver::Cgroupfs,
             On::NoSystemd => !systemd_runs(),
@@ -123,8 +117,6 @@ const PLAIN_SLICE: &str = "runc makes one directory of slice, prefix and name, o
 const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
 const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
 
-const NO_PROFILE: &str =
-    "containerd's default profile is its own and for containers; the pause makes four system calls";
 const SECCOMP: &str = "the spec tells what is true: our pause does not run under the pod's profile";
 
 /// All of them. The first that fits counts.
@@ -152,18 +144,15 @@ const KNOWN: &[Known] = &[
         "refused",
         "runs",
         "the user of the pause image is not mapped; our pause takes the last id that is",
-    )
-    .on(&[On::Native]),
-    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "-", "as above")
-        .on(&[On::Native]),
+    ),
+    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
     known(
         "userns POD of few ids",
         "*",
         "-",
         "*",
         "shown because the built-in has none to compare with",
-    )
-    .on(&[On::Native]),
+    ),
     known(
         "cgroup_parent with ..",
         "RunPodSandbox",
@@ -234,33 +223,28 @@ const KNOWN: &[Known] = &[
     known("userns POD, a sysctl of each kind", "RunPodSandbox: code", "UNKNOWN", "13", CLASS)
         .on(&[On::NoSomaxconn]),
     // ---- the pause ----
-    known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS)
-        .on(&[On::Native]),
-    known("*", "pause: Seccomp", "0", "2", OWN_FILTER).on(&[On::Native]),
-    known("*", "pause: Groups", "*", "", PAUSE_USER).on(&[On::Native]),
+    known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS),
+    known("*", "pause: Seccomp", "0", "2", OWN_FILTER),
+    known("*", "pause: Groups", "*", "", PAUSE_USER),
     known(
         "run_as_user*",
         "pause: Uid",
         "1000 1000 1000 1000",
         "65535 65535 65535 65535",
         PAUSE_USER,
-    )
-    .on(&[On::Native]),
-    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", PAUSE_USER)
-        .on(&[On::Native]),
+    ),
+    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", PAUSE_USER),
     known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE),
-    known("*", "pause: open files", "3", "0", "our pause reads and writes nothing")
-        .on(&[On::Native]),
+    known("*", "pause: open files", "3", "0", "our pause reads and writes nothing"),
     known(
         "*",
         "pause: its root",
         "has files",
         "empty",
         "the root of the built-in's pause is its image, which shows in a shared PID namespace",
-    )
-    .on(&[On::Native]),
+    ),
     known("without a *", "pause: cgroup of *", "/k8s.io/<id>", "*", CGROUP_NONE)
-        .on(&[On::Directories, On::Native]),
+        .on(&[On::Directories]),
     known(
         "*without a slash in front",
         "pause: cgroup of *",
@@ -268,7 +252,7 @@ const KNOWN: &[Known] = &[
         "*",
         RELATIVE,
     )
-    .on(&[On::Directories, On::Native]),
+    .on(&[On::Directories]),
     known(
         "*",
         "pause: cgroup of version 2",
@@ -276,27 +260,18 @@ const KNOWN: &[Known] = &[
         "/",
         "beside version 1 it has no controllers, and our pause stays in the daemon's",
     )
-    .on(&[On::V1, On::Native]),
-    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE).on(&[
-        On::V1,
-        On::Directories,
-        On::Native,
-    ]),
-    known("without a *", "pause: cpu.weight of its cgroup", "1", "100", CGROUP_NONE).on(&[
-        On::V2,
-        On::Directories,
-        On::Native,
-    ]),
+    .on(&[On::V1]),
+    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE)
+        .on(&[On::V1, On::Directories]),
+    known("without a *", "pause: cpu.weight of its cgroup", "1", "100", CGROUP_NONE)
+        .on(&[On::V2, On::Directories]),
     // ---- what is reported of it ----
     known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),
     known("*", "info.snapshotter", "*", "", NO_IMAGE),
     known("*sysctl*", "info.*.sysctls.net.ipv4.*", "*", "-", CONFIG),
-    known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE).on(&[
-        On::V1,
-        On::Directories,
-        On::Native,
-    ]),
+    known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE)
+        .on(&[On::V1, On::Directories]),
     known("*without a slash in front", "left behind", "nothing", "cgroup", RELATIVE)
         .on(&[On::V2, On::Directories]),
     known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS)
@@ -331,21 +306,20 @@ const KNOWN: &[Known] = &[
         r#"["/proc/acpi","/proc/asound","/proc/interrupts","/proc/kcore",*]"#,
         "as newer releases of containerd have it",
     ),
-    known("*", "spec.process.capabilities*", "[\"CAP_*]", "-", NO_RIGHTS).on(&[On::Native]),
-    known("*", "spec.process.capabilities", "-", "{}", NO_RIGHTS).on(&[On::Native]),
+    known("*", "spec.process.capabilities*", "[\"CAP_*]", "-", NO_RIGHTS),
+    known("*", "spec.process.capabilities", "-", "{}", NO_RIGHTS),
     known("*", "spec.process.env", "[\"PATH=/bin\"]", "-", NO_IMAGE),
-    known("*", "spec.process.user.additionalGids", "[*]", "-", PAUSE_USER).on(&[On::Native]),
-    known("run_as_user*", "spec.process.user.*id", "*", "65535", PAUSE_USER).on(&[On::Native]),
+    known("*", "spec.process.user.additionalGids", "[*]", "-", PAUSE_USER),
+    known("run_as_user*", "spec.process.user.*id", "*", "65535", PAUSE_USER),
     known(
         "userns POD*",
         "spec.linux.namespaces[user].path",
         "*/pinned-namespaces/user",
         "-",
         "our pause joins the namespace that owns the pod's netns, which has no path of its own",
-    )
-    .on(&[On::Native]),
+    ),
     known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE)
-        .on(&[On::Directories, On::Native]),
+        .on(&[On::Directories]),
     known(
         "sysctls net/core/*",
         "spec.linux.sysctl.net/core/somaxconn",
@@ -361,24 +335,6 @@ const KNOWN: &[Known] = &[
         "it is reported with dots, as sysctls are named",
     ),
     // ---- where the runtime runs the pause ----
-    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::Shim]),
-    known("seccomp*ntime*efault", "pause: Seccomp", "2", "0", NO_PROFILE).on(&[On::Shim]),
-    known(
-        "userns POD*",
-        "spec.linux.namespaces[user].path",
-        "*/pinned-namespaces/user",
-        "*/<id>/user",
-        "each keeps its pins with what it keeps of the pod",
-    )
-    .on(&[On::Shim]),
-    known(
-        "*without a slash in front",
-        "Metrics: *",
-        "-",
-        "between the kernel's: (None, None, None)",
-        RELATIVE,
-    )
-    .on(&[On::V1, On::Directories, On::Shim]),
     known("seccomp*runtime/default", "spec.linux.seccomp.*", "*", "-", SECCOMP),
     known("seccomp RuntimeDefault", "spec.linux.seccomp.*", "*", "-", SECCOMP),
 ];

@@ -16,7 +16,6 @@ use crate::harness::{
     Case, Harness, SOON, cases_of_both, end_empty, end_empty_by, inside, no_shim, none, not_ready,
     one_shim, removed, shims, signal,
 };
-use crate::self_started::a_shim_has_the_variables_that_are_set;
 use kit::until;
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -345,9 +344,7 @@ async fn a_shim_that_dies_without_a_daemon_ends_the_pod(harness: Arc<Harness>) -
 
 /// The daemon that is started cannot read the record, as when the node is out of descriptors.
 /// Neither pod nor shim suffers, and both can be ended when it can be read again.
-pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(
-    harness: Arc<Harness>,
-) -> Result<()> {
+async fn a_shim_that_cannot_be_looked_for_is_found_later(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("unread").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
     let (shim, pause) = (one_shim(&pod).await?, pod.pause_pid().await?);
@@ -447,4 +444,22 @@ async fn calls_that_fail_are_late_or_lost_leave_nothing(harness: Arc<Harness>) -
         harness.behave()?;
     }
     Ok(())
+}
+
+/// Its server, and the command that cleans up after it.
+async fn a_shim_has_the_variables_that_are_set(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("variables").await?;
+    pod.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&pod).await?;
+    let environment = std::fs::read_to_string(format!("/proc/{}/environ", shim.pid))?;
+    let set = environment.split('\0').filter(|variable| *variable == "KIT_VARIABLE=set").count();
+    ensure!(set == 1, "{environment:?}");
+    signal(shim.pid, Signal::SIGKILL)?;
+    until("a call that cleans up", SOON, async || {
+        ensure!(harness.deleted()? == "set\n");
+        Ok(())
+    })
+    .await?;
+    removed(&pod).await?;
+    no_shim(&pod).await
 }

@@ -30,10 +30,6 @@ pub(crate) enum Kind {
     Handover,
     /// The same: the sandboxer's own.
     Own,
-    /// Their own `start`, with native pods.
-    SelfStarted,
-    /// Their own `start`, and they run the pause.
-    Driver,
 }
 
 /// A node whose sandboxer uses the wrapped shim.
@@ -80,6 +76,7 @@ impl Harness {
         let node = Node::start(Options {
             sandboxer: Some(sandboxer),
             sandboxer_config: format!("{shims}{environment}\n{}", kind.setting()),
+            containerd_config: crate::refused::HANDLERS.to_owned(),
             ..Options::default()
         })
         .await?;
@@ -105,7 +102,7 @@ impl Harness {
     }
 
     /// What is to happen to the next calls of a method, of shims that came by the order `proxy`:
-    /// `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`, `lie PID`.
+    /// `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`.
     pub(crate) fn misbehave(&self, method: &str, how: &str) -> Result<()> {
         Ok(fs::write(crate::proxy::calls(&self.order), format!("{method} {how}"))?)
     }
@@ -152,8 +149,7 @@ impl Harness {
     /// Where a pod's shim is on record.
     pub(crate) fn record(&self, pod: &Pod) -> PathBuf {
         let dir = self.node.layout().sandboxer_state().join("sandboxes").join(pod.id());
-        let handed_over = [Kind::Handover, Kind::Own].contains(&self.kind);
-        dir.join(if handed_over { "shim" } else { pod.id() }).join("shim.json")
+        dir.join("shim/shim.json")
     }
 
     pub(crate) async fn restart(&self) -> Result<()> {
@@ -250,37 +246,19 @@ pub(crate) fn inside(id: &str) -> Result<Vec<Proc>> {
         .collect())
 }
 
-/// The answer is an error that says so.
-pub(crate) fn refused(answer: Result<Pod>, reason: &str) -> Result<()> {
-    match answer {
-        Ok(pod) => bail!("pod {} runs", pod.id()),
-        Err(e) => {
-            let text = format!("{e:#}");
-            ensure!(text.contains(reason), "{text:?} does not say {reason:?}");
-            Ok(())
-        }
-    }
-}
-
 impl Kind {
     /// The word before the names of its cases, which is that of their file.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Handover => "handover",
             Self::Own => "own",
-            Self::SelfStarted => "self_started",
-            Self::Driver => "driver",
         }
     }
 
     fn setting(self) -> &'static str {
         match self {
-            Self::Handover => {
-                "shim = \"runtime\"\ndrivers = { \"io.containerd.runc.v2\" = \"native\" }\n"
-            }
-            Self::Own => "shim = \"own\"\ndrivers = { \"io.containerd.runc.v2\" = \"native\" }\n",
-            Self::SelfStarted => "shim = \"started\"\n",
-            Self::Driver => "drivers = { \"io.containerd.runc.v2\" = \"shim\" }\n",
+            Self::Handover => "shim = \"runtime\"\n",
+            Self::Own => "shim = \"own\"\n",
         }
     }
 }

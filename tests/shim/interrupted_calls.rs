@@ -17,6 +17,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_shim_that_dies_under_an_exec_and_a_stop_ends_both,
         a_create_that_hangs_slows_no_other_pod,
         a_start_that_is_refused_leaves_nothing,
+        an_interrupted_deletion_leaves_nothing,
         a_daemon_killed_in_the_creation_of_a_container_is_not_missed,
         containerd_killed_in_the_creation_of_a_container_leaves_nothing,
     ]
@@ -148,4 +149,18 @@ async fn containerd_killed_in_the_creation_of_a_container_leaves_nothing(
     let next = pod.run(ContainerSpec::sleeping("b")).await.context("the next container")?;
     ensure!(next.sh("echo runs").await? == "runs\n", "it does not run");
     gone(&pod).await
+}
+
+/// containerd takes a lost connection for the end of the container, and the shim's runtime is
+/// killed with the call.
+async fn an_interrupted_deletion_leaves_nothing(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    let pod = harness.pod("cut").await?;
+    let container = pod.run(ContainerSpec::sleeping("a")).await?;
+    harness.misbehave("Delete", "cut 1")?;
+    // Well or not.
+    drop(container.stop().await);
+    harness.used_up().await?;
+    removed(&pod).await?;
+    no_shim(&pod).await
 }

@@ -9,7 +9,6 @@
 mod container_record;
 mod cores;
 mod create;
-mod driver;
 mod frozen;
 mod handover;
 mod harness;
@@ -17,7 +16,7 @@ mod interrupted_calls;
 mod output;
 mod own;
 mod proxy;
-mod self_started;
+mod refused;
 mod stopped_pods;
 
 use std::process::ExitCode;
@@ -82,8 +81,7 @@ fn main() -> ExitCode {
         frozen::cases(),
         cores::cases(),
         interrupted_calls::cases(),
-        self_started::cases(),
-        driver::cases(),
+        refused::cases(),
         stopped_pods::cases(),
     ]
     .into_iter()

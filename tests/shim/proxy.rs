@@ -1,8 +1,7 @@
 //! A shim through which the calls of a real one pass, and are refused, late or lost on order.
 //!
 //! `wrap-server SHIM ORDER ARGUMENT...` serves at the socket that it has as descriptor 3, as a shim
-//! does, and hands a socket of its own to the real one. `wrap-start SHIM ORDER ARGUMENT...` calls
-//! the real one's `start` and answers with a socket of its own.
+//! does, and hands a socket of its own to the real one.
 
 use std::collections::HashMap;
 use std::fs;
@@ -17,8 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
-use containerd_shim_protos::api::ConnectResponse;
+use anyhow::{Context as _, Result};
 use protobuf::Message as _;
 use ttrpc::proto::{Code, Request, Response, Status};
 
@@ -46,13 +44,10 @@ pub(crate) fn main() -> Option<ExitCode> {
         return Some(ExitCode::FAILURE);
     }
     let [role, shim, order, rest @ ..] = arguments.as_slice() else { return None };
-    let done = match role.as_str() {
-        "wrap-server" => server(shim, Path::new(order), rest),
-        "wrap-start" => start(shim, Path::new(order), rest),
-        "wrap-socket" => socket(Path::new(shim), Path::new(order), rest),
-        _ => return None,
-    };
-    Some(done.unwrap_or_else(|e| {
+    if role != "wrap-server" {
+        return None;
+    }
+    Some(server(shim, Path::new(order), rest).unwrap_or_else(|e| {
         eprintln!("{role}: {e:#}");
         ExitCode::FAILURE
     }))
@@ -76,47 +71,6 @@ fn server(shim: &str, order: &Path, arguments: &[String]) -> Result<ExitCode> {
     let status = real.wait()?;
     fs::remove_file(inner)?;
     Ok(ExitCode::from(u8::try_from(status.code().unwrap_or(1))?))
-}
-
-/// The role of `start`.
-fn start(shim: &str, order: &Path, arguments: &[String]) -> Result<ExitCode> {
-    let output = Command::new(shim).args(arguments).stdin(Stdio::inherit()).output()?;
-    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    let from = said.find("unix://").context("no address")?;
-    let address: String =
-        said[from..].chars().take_while(|c| !c.is_control() && !"\"\\ ".contains(*c)).collect();
-    let inner = address.trim_start_matches("unix://").to_owned();
-    let outer = order.with_extension(format!("o{}", std::process::id()));
-    Command::new(std::env::current_exe()?)
-        .arg("wrap-socket")
-        .args([&inner, &order.display().to_string(), &outer.display().to_string()])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()?;
-    while !outer.exists() {
-        thread::sleep(Duration::from_millis(1));
-    }
-    // The shim's own version and form of answer, with another address.
-    println!(r#"{{"version":3,"address":"unix://{}","protocol":"ttrpc"}}"#, outer.display());
-    Ok(ExitCode::SUCCESS)
-}
-
-/// Passes calls on from a socket of its own to a shim's, until that ends.
-fn socket(inner: &Path, order: &Path, outer: &[String]) -> Result<ExitCode> {
-    let outer = PathBuf::from(outer.first().context("no socket")?);
-    let mut watched = UnixStream::connect(inner)?;
-    let new = outer.with_extension("n");
-    let listener = UnixListener::bind(&new)?;
-    fs::rename(&new, &outer)?;
-    let (to, calls) = (inner.to_owned(), calls(order));
-    thread::spawn(move || pass(&listener, &to, &calls));
-    let _ = watched.read(&mut [0]);
-    let _ = fs::remove_file(&outer);
-    // Whose end it was that the sandboxer removes when it knows no better.
-    let _ = fs::remove_file(inner);
-    Ok(ExitCode::SUCCESS)
 }
 
 fn pass(listener: &UnixListener, to: &Path, calls: &Path) {
@@ -200,7 +154,6 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
             Order::Pass => locked(&to_shim).pass(&frame)?,
             Order::Hang => {}
             Order::Fail => write(&to_client, &refusal(&frame)?)?,
-            Order::Lie(pid) => write(&to_client, &lie(&frame, pid)?)?,
             Order::Late(by) => {
                 let to_shim = to_shim.clone();
                 thread::spawn(move || {
@@ -259,13 +212,6 @@ fn refusal(request: &[u8]) -> Result<Vec<u8>> {
     answer(request, &Response { status: Some(status).into(), ..Default::default() })
 }
 
-/// The answer to Connect of a shim that says it is another process.
-fn lie(request: &[u8], pid: u32) -> Result<Vec<u8>> {
-    let payload = ConnectResponse { shim_pid: pid, version: "3".to_owned(), ..Default::default() }
-        .write_to_bytes()?;
-    answer(request, &Response { payload, ..Default::default() })
-}
-
 fn answer(request: &[u8], response: &Response) -> Result<Vec<u8>> {
     let payload = response.write_to_bytes()?;
     let mut frame = u32::try_from(payload.len())?.to_be_bytes().to_vec();
@@ -286,8 +232,6 @@ enum Order {
     /// The shim ends with the call.
     Die,
     Late(Duration),
-    /// The shim says that it is this process.
-    Lie(u32),
 }
 
 /// What is to become of a call; an order for a number of calls is used up by them.
@@ -305,7 +249,7 @@ fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
     if *of != method || number == 0 {
         return Ok(Order::Pass);
     }
-    let left = if ["late", "lie"].contains(how) { 0 } else { number - 1 };
+    let left = if *how == "late" { 0 } else { number - 1 };
     fs::write(calls, format!("{of} {how} {left}"))?;
     Ok(match *how {
         "fail" => Order::Fail,
@@ -313,7 +257,6 @@ fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
         "lose" => Order::Lose,
         "cut" => Order::Cut,
         "die" => Order::Die,
-        "lie" => Order::Lie(u32::try_from(number)?),
         "late" => Order::Late(Duration::from_secs(number)),
         other => anyhow::bail!("no such order: {other}"),
     })

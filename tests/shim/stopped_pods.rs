@@ -9,19 +9,11 @@ use kit::{Container, ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Case, Harness, Kind, SOON, cases, cases_of_both, no_shim, none, not_ready, one_shim, removed,
-    shims, signal,
+    Case, Harness, SOON, cases_of_both, no_shim, none, not_ready, one_shim, removed, shims, signal,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
-    [
-        cases_of_both![a_stopped_pod_keeps_no_shim, a_pod_whose_pause_has_ended_keeps_no_shim],
-        cases![Kind::SelfStarted => a_stopped_pod_keeps_no_shim],
-        cases![Kind::Driver => a_stopped_pod_keeps_no_shim],
-    ]
-    .into_iter()
-    .flatten()
-    .collect()
+    cases_of_both![a_stopped_pod_keeps_no_shim, a_pod_whose_pause_has_ended_keeps_no_shim]
 }
 
 /// The pod is stopped and has no shim, and its containers are still what they were.

@@ -9,19 +9,6 @@ case " $* " in
     [ "$order" = tardy ] && sleep 2
     exec REAL_SHIM "$@"
     ;;
-*" start "*)
-    case $order in
-    exit) echo "cannot continue" >&2; exit 7 ;;
-    end) exit 0 ;;
-    hang) exec sleep 1000 ;;
-    chatter) exec yes "much too much" ;;
-    slow) sleep 1; exec REAL_SHIM "$@" ;;
-    rubbish) echo "no address at all"; exit 0 ;;
-    elsewhere) echo "unix://ORDER_FILE.none"; exit 0 ;;
-    proxy) exec THIS_TEST wrap-start REAL_SHIM ORDER_FILE "$@" ;;
-    *) exec REAL_SHIM "$@" ;;
-    esac
-    ;;
 esac
 case $order in
 exit) echo "cannot continue" >&2; exit 7 ;;

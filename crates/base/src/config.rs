@@ -16,9 +16,7 @@ mod value;
 
 pub use environment::Variables;
 pub use pattern::Pattern;
-pub use value::{
-    Categories, CgroupDriver, DriverName, Drivers, LogFormat, Metrics, ShimBinaries, ShimOwner,
-};
+pub use value::{Categories, CgroupDriver, LogFormat, Metrics, ShimBinaries, ShimOwner};
 
 use toml::Spanned;
 use toml::de::DeValue;
@@ -132,7 +130,7 @@ settings! {
     containerd_root: PathBuf = "/var/lib/containerd".into();
     /// containerd's `state`, where CRI looks for a pod's shm.
     containerd_state: PathBuf = "/run/containerd".into();
-    /// containerd's gRPC socket (`address` under `grpc`); part of the name of a pod's shim socket.
+    /// containerd's gRPC socket (`address` under `grpc`).
     containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
     /// containerd namespace that CRI uses. Calls with another namespace are rejected.
     containerd_namespace: String = "k8s.io".to_owned();
@@ -141,27 +139,14 @@ settings! {
     /// kubelet sets: `systemd` for a slice (`….slice`) if systemd is the init system, else
     /// `cgroupfs`.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
-    /// Driver of the pause process, per runtime name:
+    /// Which shim serves a pod's containers. The sandboxer starts it before the first container,
+    /// supervises it and stops it with the pod:
     ///
-    /// - `native`: the daemon starts the pause process. The default for runtimes whose containers
-    ///   are processes of the node (runc, crun, youki).
-    /// - `shim`: the runtime's shim starts it, and runs as long as the pod. The default for others.
-    ///
-    /// For example `drivers = { "io.containerd.runc.v2" = "shim" }`. Applies to pods created after
-    /// the change.
-    drivers: Drivers = Drivers::default();
-    /// Which shim serves a pod's containers and what starts it, unless the shim runs the pause
-    /// process (`drivers`):
-    ///
-    /// - `own`: the sandboxer starts its own, smaller shim before the first container, supervises
-    ///   it and stops it with the pod. The shim `pause-sandboxer-runc-shim` is in the directory of
+    /// - `own`: its own, smaller shim. The shim `pause-sandboxer-runc-shim` is in the directory of
     ///   the daemon's program and replaces `containerd-shim-runc-v2`. `runtime` applies instead to
     ///   pods of other runtimes, with other runtime options or of runtimes in `shims`, and to all
     ///   pods if the program is missing or unusable.
-    /// - `runtime` (formerly `sandboxer`): as `own`, but with the runtime's shim.
-    /// - `started`: as `runtime`, but started with the pod, by the `start` command of the shim, for
-    ///   shims that do not accept a socket.
-    /// - `containerd`: containerd starts the runtime's shim with the first container.
+    /// - `runtime`: the runtime's shim.
     ///
     /// Applies to pods created after the change.
     shim: ShimOwner = ShimOwner::Own;

@@ -5,4 +5,5 @@ pub mod error;
 pub mod id;
 pub mod platform;
 pub mod replace_file;
+pub mod runtime;
 pub mod time;

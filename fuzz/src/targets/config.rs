@@ -67,8 +67,7 @@ state_dir = "/a/state"
 containerd_address = "/a/c.sock"
 containerd_namespace = "other"
 cgroup_driver = "cgroupfs"
-drivers = { "io.x.v2" = "native", "y" = "shim" }
-shim = "containerd"
+shim = "runtime"
 shims = { "io.x.v2" = "/a/shim" }
 restrict_oom_score_adj = true
 selinux_category_range = 7

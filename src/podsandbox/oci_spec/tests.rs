@@ -232,9 +232,9 @@ fn labels_and_privileged_pods() {
 #[test]
 fn paths_of_cgroups() {
     let path = |parent: &str| {
-        let mut record = record(&kubelet_pod());
-        record.plan.cgroup_parent = parent.to_owned();
-        cgroups_path(&record, &Config::default())
+        let mut plan = record(&kubelet_pod()).plan;
+        plan.cgroup_parent = parent.to_owned();
+        cgroups_path(&plan)
     };
     let auto = |parent: &str| path(parent).unwrap();
     assert_eq!(path(""), None);

@@ -55,28 +55,6 @@ fn a_record_with_a_bad_id_is_malformed() {
 }
 
 #[test]
-fn readable_records_become_private_and_a_0711_directory_stays() {
-    let dir = tempfile::tempdir().unwrap();
-    let layout =
-        Arc::new(Layout { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
-    let store = RecordStore::new(&layout, &"id".try_into().unwrap());
-    fs::create_dir(store.dir()).unwrap();
-    let record = store.dir().join(RECORD);
-    fs::write(&record, "{}").unwrap();
-    let set =
-        |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
-    let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o7777;
-    for (before, after) in
-        [(0o755, 0o700), (0o750, 0o700), (0o733, 0o700), (0o711, 0o711), (0o700, 0o700)]
-    {
-        set(&store.dir(), before);
-        set(&record, 0o644);
-        store.keep_private().unwrap();
-        assert_eq!((mode(&store.dir()), mode(&record)), (after, 0o600), "{before:o}");
-    }
-}
-
-#[test]
 fn an_update_changes_what_it_names() {
     let payload = |value: &str| super::super::Payload {
         type_url: "t".to_owned(),
@@ -115,20 +93,6 @@ fn an_update_changes_what_it_names() {
     ] {
         assert_eq!(after(field), (extensions.to_owned(), labels.to_owned()), "{field}");
     }
-}
-
-/// By the values that such a daemon knows, it takes the shim for the runtime's, with which it
-/// can do the same.
-#[test]
-fn the_record_of_a_pod_with_an_own_shim_is_read_by_an_older_daemon() {
-    let text = include_str!("../../../tests/records/1/started/record.json");
-    let mut record: Record = serde_json::from_str(text).unwrap();
-    assert!(!record.runtime().own_shim);
-    (record.shim, record.own_shim) = (shim::ShimKind::Handover, true);
-    let value = serde_json::to_value(&record).unwrap();
-    assert_eq!((&value["shim"], &value["version"]), (&"sandboxer".into(), &1.into()));
-    let again: Record = serde_json::from_value(value).unwrap();
-    assert!(again == record && again.runtime().own_shim);
 }
 
 #[test]

@@ -1,24 +1,16 @@
-//! The kind of a pod's shim: the one place that decides it. The record keeps the decision.
+//! Whose shim serves a new pod: the one place that decides it. The record keeps the decision.
 
-use super::super::{SandboxInfo, drivers};
-use crate::config::{Config, DriverName, ShimOwner};
-use crate::shim::{ShimKind, own};
+use super::super::SandboxInfo;
+use crate::config::{Config, ShimOwner};
+use crate::shim::own;
 
 /// The type of the options that this project's own shim reads.
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 
-/// The kind of the shim of a new pod, and whether it is this project's own shim. `has_own`: the own
-/// shim can be used.
-pub(super) fn choose(info: &SandboxInfo, config: &Config, has_own: bool) -> (ShimKind, bool) {
-    match config.shim {
-        _ if drivers::choose(&info.runtime_name, config) == DriverName::Shim => {
-            (ShimKind::RunsPause, false)
-        }
-        ShimOwner::Own => (ShimKind::Handover, has_own && own_fits(info, config)),
-        ShimOwner::Runtime => (ShimKind::Handover, false),
-        ShimOwner::Started => (ShimKind::SelfStarted, false),
-        ShimOwner::Containerd => (ShimKind::ContainerdOwned, false),
-    }
+/// Whether a new pod has this project's own shim instead of its runtime's. `has_own`: the own shim
+/// can be used.
+pub(super) fn is_own(info: &SandboxInfo, config: &Config, has_own: bool) -> bool {
+    config.shim == ShimOwner::Own && has_own && own_fits(info, config)
 }
 
 /// Whether the own shim serves a pod like that as the runtime's would.
@@ -31,7 +23,7 @@ fn own_fits(info: &SandboxInfo, config: &Config) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Drivers, ShimBinaries};
+    use crate::config::ShimBinaries;
     use crate::podsandbox::Payload;
 
     const RUNC: &str = "io.containerd.runc.v2";
@@ -42,23 +34,6 @@ mod tests {
             runtime_options: options
                 .map(|kind| Payload { type_url: kind.to_owned(), value: vec![1].into() }),
             ..Default::default()
-        }
-    }
-
-    #[test]
-    fn every_setting_has_its_shim_kind() {
-        for (shim, kind) in [
-            (ShimOwner::Own, (ShimKind::Handover, true)),
-            (ShimOwner::Runtime, (ShimKind::Handover, false)),
-            (ShimOwner::Started, (ShimKind::SelfStarted, false)),
-            (ShimOwner::Containerd, (ShimKind::ContainerdOwned, false)),
-        ] {
-            let mut config = Config { shim, ..Config::default() };
-            assert_eq!(choose(&info(RUNC, None), &config, true), kind);
-            config.drivers = Drivers([(RUNC.to_owned(), DriverName::Shim)].into());
-            assert_eq!(choose(&info(RUNC, None), &config, true), (ShimKind::RunsPause, false));
-            let other = info("io.containerd.runsc.v1", None);
-            assert_eq!(choose(&other, &config, true), (ShimKind::RunsPause, false));
         }
     }
 
@@ -75,12 +50,17 @@ mod tests {
             ("/usr/bin/containerd-shim-runc-v2", None, false),
             ("", None, false),
         ] {
-            let chosen = choose(&info(runtime, options), &config, true);
-            assert_eq!(chosen, (ShimKind::Handover, own), "{runtime} {options:?}");
+            assert_eq!(
+                is_own(&info(runtime, options), &config, true),
+                own,
+                "{runtime} {options:?}"
+            );
         }
-        assert_eq!(choose(&info(RUNC, None), &config, false), (ShimKind::Handover, false));
+        assert!(!is_own(&info(RUNC, None), &config, false));
         let shims = ShimBinaries([(RUNC.to_owned(), "/other".into())].into());
-        let config = Config { shims, ..config };
-        assert_eq!(choose(&info(RUNC, None), &config, true), (ShimKind::Handover, false));
+        let other = Config { shims, ..config.clone() };
+        assert!(!is_own(&info(RUNC, None), &other, true));
+        let config = Config { shim: ShimOwner::Runtime, ..config };
+        assert!(!is_own(&info(RUNC, None), &config, true));
     }
 }

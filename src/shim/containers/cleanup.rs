@@ -90,27 +90,6 @@ impl PodShim {
         Ok(())
     }
 
-    /// Handles the exit of a shim that ran the pause process: the sandbox fails with it, and so do
-    /// all containers. `left` is from [`PodShim::find_all`].
-    pub(in crate::shim) async fn handle_shim_exit_with_pause(
-        self: &Arc<Self>,
-        left: Result<ShimLeftovers, StepError>,
-        exit: Exit,
-        pod: &Arc<dyn Pod>,
-    ) {
-        let reason =
-            format!("the shim running the pause process exited with status {}", exit.status);
-        self.fail_sandbox(reason, pod).await;
-        match left {
-            Ok(left) => {
-                self.kill_unknown(&left.unknown);
-                self.clean_up_and_log(left.lost).await;
-            }
-            Err(step) => log::error!(sandbox = self.id();
-                "shim exited; cannot determine remaining containers: {step}"),
-        }
-    }
-
     /// Records the reason and fails the sandbox.
     async fn fail_sandbox(self: &Arc<Self>, reason: String, pod: &Arc<dyn Pod>) {
         log::error!(sandbox = self.id(); "sandbox failed: {reason}");
@@ -156,23 +135,6 @@ impl PodShim {
             lost.append(&mut forgotten);
         }
         Ok(ShimLeftovers { lost, forgotten, unknown })
-    }
-
-    /// All containers of the pod: those with processes in its namespaces, with a bundle, or with a
-    /// state of the runtime's. To be called while the pause process still has its namespaces:
-    /// containerd removes the bundles of containers that it takes for dead.
-    pub(in crate::shim) async fn find_all(
-        self: &Arc<Self>,
-        pod: &Arc<dyn Pod>,
-    ) -> Result<ShimLeftovers, StepError> {
-        let searched = pod.clone();
-        let find = move |shim: &Self| {
-            let NamespaceMembers { containers: mut lost, unknown } =
-                shim.find_namespace_members(&*searched)?;
-            extend_with_new(&mut lost, shim.find_known()?);
-            Ok(ShimLeftovers { lost, forgotten: Vec::new(), unknown })
-        };
-        self.blocking(find).await.flatten()
     }
 
     /// What has processes in the pod's own namespaces.

@@ -244,20 +244,11 @@ SystemdCgroup = {systemd}
     text
 }
 
-/// The driver that runs the pauses of every node, instead of the sandboxer's own choice: the
-/// environment variable `KIT_DRIVER`, `native` or `shim`.
-pub fn driver() -> Option<String> {
-    std::env::var("KIT_DRIVER").ok().filter(|driver| !driver.is_empty())
-}
-
 /// `rest` are the lines that follow.
 fn sandboxer(layout: &Layout, rest: &str) -> String {
-    let driver = driver()
-        .map(|driver| format!("drivers = {{ \"io.containerd.runc.v2\" = \"{driver}\" }}\n"));
     let named = rest.lines().any(|line| line.starts_with("shim = "));
     let shim = (!named).then(|| format!("shim = {:?}\n", crate::shim::setting()));
-    driver.unwrap_or_default()
-        + &shim.unwrap_or_default()
+    shim.unwrap_or_default()
         + &format!(
             r#"socket = "{socket}"
 state_dir = "{state_dir}"

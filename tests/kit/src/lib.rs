@@ -45,7 +45,6 @@ mod snapshot;
 mod teardown;
 mod wait;
 
-pub use config::driver;
 pub use container::{Container, ContainerSpec};
 pub use cri::Cri;
 pub use events::Events;

@@ -45,8 +45,7 @@ fn every_setting_takes_effect_from_file_and_flag() {
         containerd_address = "/a/c.sock"
         containerd_namespace = "other"
         cgroup_driver = "cgroupfs"
-        drivers = { "io.x.v2" = "native" }
-        shim = "containerd"
+        shim = "runtime"
         shims = { "io.x.v2" = "/a/shim", "y.v1" = "/b" }
         shim_env = ["SCHED_CORE=1", "B=x, y=z"]
         container_record = false
@@ -195,18 +194,6 @@ fn words_and_lists_are_nothing_else() {
 fn errors_of_a_table_name_the_entry() {
     for (text, fault) in [
         (
-            "drivers = { a = \"native\", b = \"x\" }",
-            "drivers: \"b\": invalid value \"x\": must be native or shim",
-        ),
-        (
-            "drivers = { a = { shim = {} } }",
-            "drivers: \"a\": invalid value { \"shim\" = {} }: must be native or shim",
-        ),
-        (
-            "drivers = 1",
-            "drivers: invalid value 1: must be a table of `native` or `shim` by runtime name",
-        ),
-        (
             "shims = { a = \"/a\", b = 1 }",
             "shims: \"b\": invalid value 1: must be an absolute path",
         ),
@@ -293,13 +280,12 @@ fn a_named_file_must_exist() {
 }
 
 #[test]
-fn the_older_name_of_a_shim_is_accepted() {
-    let parsed = |text: &str| Config::parse(Path::new("c.toml"), text, &[]);
-    let config = parsed("shim = \"sandboxer\"").unwrap();
-    assert_eq!(config.shim, ShimOwner::Runtime);
-    assert!(config.to_toml().contains("\nshim = \"runtime\"\n"));
-    let error = parsed("shim = \"none\"").unwrap_err().to_string();
-    assert!(error.contains("must be one of own, runtime, started, containerd"), "{error}");
+fn the_shim_is_one_of_two() {
+    for gone in ["sandboxer", "started", "containerd", "none"] {
+        let text = format!("shim = \"{gone}\"");
+        let error = Config::parse(Path::new("c.toml"), &text, &[]).unwrap_err().to_string();
+        assert!(error.contains("must be own or runtime"), "{error}");
+    }
 }
 
 #[test]

@@ -138,10 +138,9 @@ macro_rules! words {
     };
 }
 
-words!(DriverName, "native or shim");
 words!(CgroupDriver, "one of auto, cgroupfs, systemd");
 words!(LogFormat, "one of text, json");
-words!(ShimOwner, "one of own, runtime, started, containerd");
+words!(ShimOwner, "own or runtime");
 
 impl SettingValue for PathBuf {
     const KIND: &'static str = "an absolute path";
@@ -199,23 +198,6 @@ impl SettingValue for ShimBinaries {
 
     fn form(&self) -> Self::Form {
         self.0.iter().map(|(name, path)| (name.clone(), path.form().into())).collect()
-    }
-}
-
-/// Drivers by runtime name.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Drivers(pub BTreeMap<String, DriverName>);
-
-impl SettingValue for Drivers {
-    const KIND: &'static str = "a table of `native` or `shim` by runtime name";
-    type Form = BTreeMap<String, Json>;
-
-    fn check(form: Self::Form) -> Result<Self, String> {
-        entries(form).map(Self)
-    }
-
-    fn form(&self) -> Self::Form {
-        self.0.iter().map(|(name, driver)| (name.clone(), driver.form().into())).collect()
     }
 }
 
@@ -345,27 +327,12 @@ pub enum LogFormat {
     Json,
 }
 
-/// Driver of a pod's pause process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DriverName {
-    /// The daemon starts it.
-    Native,
-    /// The runtime's shim starts it.
-    Shim,
-}
-
-/// Which shim serves a pod's containers, and what starts it.
+/// Which shim serves a pod's containers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ShimOwner {
-    /// The sandboxer, as its own shim where that fits.
+    /// The sandboxer's own, where that fits.
     Own,
-    /// The sandboxer, as the runtime's shim.
-    #[serde(alias = "sandboxer")]
+    /// The runtime's.
     Runtime,
-    /// The sandboxer, with the pod, by the shim's `start`.
-    Started,
-    /// containerd.
-    Containerd,
 }

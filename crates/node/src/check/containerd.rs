@@ -10,7 +10,7 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use super::{ENABLE, Finding, Level, Subject, kubelet};
-use base::config::{Config, Pattern, ShimOwner};
+use base::config::{Config, Pattern};
 
 mod config;
 mod enabled;
@@ -391,22 +391,7 @@ fn path_findings(table: &Table, config: &Config) -> Vec<Finding> {
             // `enable` finds containerd by its address.
             advice = format!("{ENABLE}, or {advice}");
         }
-        if !same_file(theirs, ours) {
-            return Some(Finding::fail(CONFIG, fact, advice));
-        }
-        // containerd makes the names of its shims' sockets from the path as it is written.
-        let named = setting == "containerd_address"
-            && theirs != ours
-            && config.shim == ShimOwner::Containerd;
-        named.then(|| {
-            Finding::fail(
-                CONFIG,
-                format!(
-                    "{fact}; both must be written the same, as shim sockets are named after it"
-                ),
-                advice,
-            )
-        })
+        (!same_file(theirs, ours)).then(|| Finding::fail(CONFIG, fact, advice))
     })
     .collect()
 }

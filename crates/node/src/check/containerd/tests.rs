@@ -84,13 +84,6 @@ fn a_path_over_a_link_is_the_same() {
     assert_eq!(of(&real, &config), Level::Ok);
     assert_eq!(of(&link, &config), Level::Ok, "a link");
     assert_eq!(of(&dir.path().join("other"), &config), Level::Fail);
-    let by_containerd = Config { shim: ShimOwner::Containerd, ..config };
-    assert_eq!(
-        of(&link, &by_containerd),
-        Level::Fail,
-        "the name of the shim's socket is made from the text"
-    );
-    assert_eq!(of(&real, &by_containerd), Level::Ok);
 }
 
 #[test]

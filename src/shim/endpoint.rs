@@ -1,4 +1,4 @@
-//! The endpoint of a pod whose shim gets its socket from the daemon.
+//! The Task endpoint of a pod's containers.
 //!
 //! ```text
 //!           listen                called, or prepare            answers
@@ -9,7 +9,7 @@
 //!
 //! The socket outlives the shims: a caller waits in its queue until a shim accepts, also while one
 //! shim exits and the next is launched. Only shims accept there. At most one task serves an
-//! endpoint, so that no two shims are launched; [`Handover::close`] and a launch exclude each
+//! endpoint, so that no two shims are launched; [`Endpoint::close`] and a launch exclude each
 //! other, so that no shim is launched after the end. An idle endpoint has no task: whatever changes
 //! its state starts one.
 
@@ -29,22 +29,24 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::Pod;
 use super::bundle::NEW;
 use super::pod_shim::{
     PodShim, RETRY_DELAY, RecordedShim, RunningShim, SHIM_TIMEOUT, SHUTDOWN_DELAYS,
 };
 use super::task::{self, PauseRefused};
+use super::{Pod, Runtime, Shims};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::exit::SHIM;
+use crate::id::SandboxId;
 use crate::pool::{self, Class};
+use crate::process::memory::private_memory;
 use crate::process::{Exit, Identity, Process, epoll::Watched, handle};
 
-/// An endpoint whose shim gets its socket from the daemon.
+/// The Task endpoint of a pod's containers.
 #[derive(Debug)]
-pub struct Handover {
+pub struct Endpoint {
     shim: Arc<PodShim>,
-    state: Mutex<HandoverState>,
+    state: Mutex<State>,
     /// Wakes the serving task while it waits to retry what has failed.
     changed: Notify,
     /// Held while a socket is made, a shim is searched or launched, by the end, and by Start until
@@ -56,7 +58,7 @@ pub struct Handover {
 }
 
 #[derive(Debug, Default)]
-struct HandoverState {
+struct State {
     /// There is to be a socket.
     open: bool,
     /// It is not known yet what an earlier daemon has left: a shim may run.
@@ -92,7 +94,7 @@ impl fmt::Debug for Idle {
 }
 
 /// What the serving task does next.
-enum HandoverStep {
+enum Step {
     /// It has ended, or is idle.
     Nothing,
     Recover,
@@ -105,25 +107,31 @@ enum HandoverStep {
     Unwatched(io::Error),
 }
 
-impl Handover {
-    /// The endpoint of a pod. Nothing is made yet.
-    pub(super) fn new(shim: PodShim) -> Self {
-        Self {
-            shim: Arc::new(shim),
+impl Endpoint {
+    /// The endpoint of sandbox `id`, which keeps its files in the sandbox's own directory. Nothing
+    /// is made yet.
+    pub fn new(shims: &Arc<Shims>, id: &SandboxId, runtime: &Arc<Runtime>) -> Arc<Self> {
+        Arc::new(Self {
+            shim: Arc::new(PodShim::new(shims.clone(), id.clone(), runtime.clone())),
             state: Mutex::default(),
             changed: Notify::new(),
             launch_lock: Default::default(),
             dismissal_lock: Default::default(),
-        }
+        })
+    }
+
+    /// What Start answers: where containerd finds the Task API, `PROTOCOL+URL`.
+    pub fn address(&self) -> String {
+        format!("ttrpc+unix://{}", self.socket().display())
     }
 
     /// The socket's path.
-    pub fn socket(&self) -> PathBuf {
+    fn socket(&self) -> PathBuf {
         self.shim.settings().socket(self.shim.id())
     }
 
     /// The shim's process, while it runs.
-    pub(super) fn process(&self) -> Option<Arc<dyn Process>> {
+    fn process(&self) -> Option<Arc<dyn Process>> {
         self.state().running.as_ref().map(|running| running.process.clone())
     }
 
@@ -132,18 +140,29 @@ impl Handover {
         self.state().running.is_some()
     }
 
+    /// Memory that the pod's shim has for itself, bytes; `None`: there is none. Blocks.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn private_memory(&self) -> Result<Option<u64>, StepError> {
+        self.process().map_or(Ok(None), |process| private_memory(process.identity()))
+    }
+
     /// Why a shim exited with containers in it, if one did.
     pub fn death(&self) -> Option<String> {
         self.shim.bundle().death()
     }
 
-    /// Its shim is, or will be, this project's own.
-    pub(super) fn has_own_shim(&self) -> bool {
+    /// The pod's shim can serve a task of the sandbox itself: it is this project's own.
+    pub fn serves_sandbox(&self) -> bool {
         self.shim.own_shim().is_some()
     }
 
-    /// Names the pause process to the shim.
-    pub(super) async fn set_pause(&self, pause: &Identity) -> Result<(), PauseRefused> {
+    /// Names the pause process to the pod's shim, for the sandbox's task.
+    ///
+    /// # Errors
+    /// The shim cannot serve it, or the failed step.
+    pub async fn set_pause(&self, pause: &Identity) -> Result<(), PauseRefused> {
         // No caller: a pod that gets no container gets no shim.
         if !self.has_shim() {
             return Err(PauseRefused::Unsupported);
@@ -164,13 +183,17 @@ impl Handover {
         self.blocking(Self::bind).await.flatten()
     }
 
-    /// Takes the launch lock.
-    pub(super) async fn lock_launch(&self) -> tokio::sync::MutexGuard<'_, ()> {
+    /// Takes the lock that [`Endpoint::bind`] needs.
+    pub async fn lock_launch(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.launch_lock.lock().await
     }
 
-    /// [`Handover::listen`] on this thread. To be called with the launch lock held.
-    pub(super) fn bind(self: &Arc<Self>) -> Result<(), StepError> {
+    /// [`Endpoint::listen`] on this thread, which saves a change of threads. To be called with the
+    /// launch lock held. Blocks.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn bind(self: &Arc<Self>) -> Result<(), StepError> {
         if self.state().ended {
             return Ok(());
         }
@@ -195,14 +218,15 @@ impl Handover {
         Ok(())
     }
 
-    /// See [`super::Endpoint::expect_recovery`].
-    pub(super) fn expect_recovery(&self) {
+    /// To be called before [`Endpoint::recover`]: should that not finish in time, what
+    /// [`Endpoint::serve`] has begun does the same.
+    pub fn expect_recovery(&self) {
         self.state().unrecovered = true;
     }
 
     /// Adopts the shim of an earlier daemon; without one, listens again. The serving task retries
     /// what fails.
-    pub(super) async fn recover(self: &Arc<Self>) {
+    pub async fn recover(self: &Arc<Self>) {
         if let Err(step) = self.try_recover().await {
             // It does not listen: should a shim run, containerd still reaches it, and its
             // containers.
@@ -270,7 +294,7 @@ impl Handover {
     }
 
     /// containerd creates a container: launches the shim before the first call.
-    pub(super) fn prepare(self: &Arc<Self>) {
+    pub fn prepare(self: &Arc<Self>) {
         let mut state = self.state();
         if state.open && state.running.is_none() && !state.ended {
             state.wanted = true;
@@ -280,7 +304,7 @@ impl Handover {
 
     /// To be called after a change of the state: an idle endpoint is served again, if there is
     /// something to do.
-    fn notify(self: &Arc<Self>, mut state: MutexGuard<'_, HandoverState>) {
+    fn notify(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         let idle = state.idle.take();
         drop(state);
         match idle {
@@ -293,49 +317,49 @@ impl Handover {
     }
 
     /// Serves the endpoint until its end: in a task, unless there is nothing to do.
-    pub(super) fn serve(self: &Arc<Self>, pod: Arc<dyn Pod>) {
+    pub fn serve(self: &Arc<Self>, pod: Arc<dyn Pod>) {
         match self.next(&pod) {
-            HandoverStep::Nothing => {}
+            Step::Nothing => {}
             next => drop(tokio::spawn(self.clone().run(next, pod))),
         }
     }
 
     /// Does what there is to do. It is the only one to do so: it was started when the endpoint was
     /// no longer idle, and ends when it is idle again.
-    async fn run(self: Arc<Self>, mut next: HandoverStep, pod: Arc<dyn Pod>) {
+    async fn run(self: Arc<Self>, mut next: Step, pod: Arc<dyn Pod>) {
         let id = self.shim.id();
         // In a row, of the attempts to have a socket and to watch it.
         let mut failures = 0;
         loop {
-            let retries = matches!(next, HandoverStep::Listen | HandoverStep::Unwatched(_));
+            let retries = matches!(next, Step::Listen | Step::Unwatched(_));
             failures = if retries { failures + 1 } else { 0 };
             match next {
-                HandoverStep::Nothing => return,
-                HandoverStep::Recover => {
+                Step::Nothing => return,
+                Step::Recover => {
                     // A change, such as the end of the endpoint, interrupts the delay.
                     let _ = timeout(RETRY_DELAY, self.changed.notified()).await;
                     if let Err(step) = Box::pin(self.try_recover()).await {
                         log::debug!(sandbox = id; "failed to recover shim; retrying: {step}");
                     }
                 }
-                HandoverStep::FailSandbox => pod.fail(),
-                HandoverStep::HandleExit(exit) => self.end_running(exit, &pod).await,
+                Step::FailSandbox => pod.fail(),
+                Step::HandleExit(exit) => self.end_running(exit, &pod).await,
                 // There are as many of these futures as there are shims: what is not awaited now is
                 // boxed.
-                HandoverStep::Watch(process) => {
+                Step::Watch(process) => {
                     pod.on_shim_serving();
                     let exit = process.exited().await;
                     Box::pin(self.end_running(exit, &pod)).await;
                 }
-                HandoverStep::Launch => Box::pin(self.launch_and_watch(&pod)).await,
-                HandoverStep::Listen => match Box::pin(self.listen()).await {
+                Step::Launch => Box::pin(self.launch_and_watch(&pod)).await,
+                Step::Listen => match Box::pin(self.listen()).await {
                     Ok(()) => failures = 0,
                     Err(step) => {
                         self.retry_later("failed to rebind task socket; retrying", &step, failures)
                             .await;
                     }
                 },
-                HandoverStep::Unwatched(e) => {
+                Step::Unwatched(e) => {
                     self.retry_later("failed to watch task socket; retrying", &e, failures).await;
                 }
             }
@@ -355,44 +379,50 @@ impl Handover {
 
     /// What there is to do. With nothing to do the endpoint is idle from now on, and the caller no
     /// longer serves it.
-    fn next(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> HandoverStep {
+    fn next(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Step {
         let mut state = self.state();
         if state.ended {
-            return HandoverStep::Nothing;
+            return Step::Nothing;
         }
         // Known, whatever becomes of the shim.
         if state.failed == Some(true) {
             state.failed = Some(false);
-            return HandoverStep::FailSandbox;
+            return Step::FailSandbox;
         }
         if state.unrecovered {
-            return HandoverStep::Recover;
+            return Step::Recover;
         }
         if let Some(exit) = state.missed.take() {
-            return HandoverStep::HandleExit(exit);
+            return Step::HandleExit(exit);
         }
         if let Some(running) = &state.running {
-            return HandoverStep::Watch(running.process.clone());
+            return Step::Watch(running.process.clone());
         }
         let called = match &state.listener {
-            Some(_) if state.wanted => return HandoverStep::Launch,
-            None if state.open => return HandoverStep::Listen,
+            Some(_) if state.wanted => return Step::Launch,
+            None if state.open => return Step::Listen,
             None => None,
             Some(listener) => {
                 let waker = Waker::from(self.clone());
                 match self.shim.shims().launcher.watch_listener(listener.clone(), waker) {
                     Ok(called) => Some(called),
-                    Err(e) => return HandoverStep::Unwatched(e),
+                    Err(e) => return Step::Unwatched(e),
                 }
             }
         };
         state.idle = Some(Idle { pod: pod.clone(), _called: called });
-        HandoverStep::Nothing
+        Step::Nothing
     }
 
     /// The pod was stopped: shuts the shim down when it is empty. The endpoint stays, for calls
-    /// about containers that have exited.
-    pub(super) async fn dismiss(self: Arc<Self>) {
+    /// about containers that have exited. Returns at once.
+    pub fn dismiss(self: &Arc<Self>) {
+        if self.has_shim() {
+            drop(tokio::spawn(self.clone().shut_down_empty()));
+        }
+    }
+
+    async fn shut_down_empty(self: Arc<Self>) {
         for delay in SHUTDOWN_DELAYS {
             sleep(delay).await;
             let _dismissal = self.dismissal_lock.lock().await;
@@ -411,7 +441,7 @@ impl Handover {
     ///
     /// # Errors
     /// Every step that failed.
-    pub(super) async fn close(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
+    pub async fn close(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         self.set_ended();
         let _guard = self.launch_lock.lock().await;
         self.end_shim().await.map_err(|step| vec![step])?;
@@ -437,7 +467,7 @@ impl Handover {
             None => self.shim.blocking(PodShim::find_running).await.flatten()?,
         };
         if let Some(process) = process {
-            self.shim.end_process(&*process, Some(&self.socket())).await?;
+            self.shim.end_process(&*process, &self.socket()).await?;
             self.state().running = None;
         }
         Ok(())
@@ -464,13 +494,13 @@ impl Handover {
         pool::run(Class::Shim, move || work(&endpoint)).await
     }
 
-    fn state(&self) -> MutexGuard<'_, HandoverState> {
+    fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 }
 
 /// A call has come.
-impl Wake for Handover {
+impl Wake for Endpoint {
     fn wake(self: Arc<Self>) {
         let mut state = self.state();
         // Else a task serves already, and finds the caller.

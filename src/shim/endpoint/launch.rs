@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tokio::time::{sleep, timeout};
 
-use super::Handover;
+use super::Endpoint;
 use crate::error::StepError;
 use crate::process::{Exit, Process, UNKNOWN_EXIT};
 use crate::shim::Pod;
@@ -16,7 +16,7 @@ use crate::shim::task;
 /// A shim that was launched, and the failed step of what follows the launch.
 type Launched = (Arc<dyn Process>, Result<(), StepError>);
 
-impl Handover {
+impl Endpoint {
     /// Launches a shim, and returns after its exit.
     pub(super) async fn launch_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
         let launched = {

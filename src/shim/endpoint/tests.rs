@@ -12,35 +12,30 @@ use protobuf::Message as _;
 
 use super::*;
 use crate::process::handle::NamespaceHandle;
+use crate::shim::ShimSettings;
 use crate::shim::bundle::{Recorded, tests::Tmpfs};
-use crate::shim::{Endpoint, Runtime, ShimKind, ShimSettings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
-fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
+fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Endpoint>) {
     // Deletes nothing, and does not fail.
     make_endpoint_with(dir, "/bin/true".into())
 }
 
 /// The same with a shim's binary.
-fn make_endpoint_with(dir: &Path, binary: PathBuf) -> (Arc<Shims>, Arc<Handover>) {
+fn make_endpoint_with(dir: &Path, binary: PathBuf) -> (Arc<Shims>, Arc<Endpoint>) {
     let settings = ShimSettings {
         containerd_address: dir.join("containerd.sock"),
         containerd_namespace: "k8s.io".to_owned(),
         containerd_state: dir.join("state"),
         state_dir: dir.to_owned(),
         sandboxes: dir.to_owned(),
-        on_demand_address: String::new(),
         binaries: [(String::new(), binary)].into(),
         open_files: None,
         environment: Default::default(),
         own_shim: None,
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
-    let Endpoint::Handover(endpoint) =
-        shims.endpoint(ShimKind::Handover, &"pod".try_into().unwrap(), &Arc::default())
-    else {
-        unreachable!("its owner is the sandboxer")
-    };
+    let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::default());
     std::fs::create_dir(dir.join("pod")).unwrap();
     (shims, endpoint)
 }
@@ -63,21 +58,21 @@ impl Pod for NoPod {
     fn fail(&self) {}
 }
 
-fn next(endpoint: &Arc<Handover>) -> HandoverStep {
+fn next(endpoint: &Arc<Endpoint>) -> Step {
     let pod: Arc<dyn Pod> = Arc::new(NoPod);
     endpoint.next(&pod)
 }
 
 /// A process that is on record as the shim.
-fn recorded(shims: &Shims, endpoint: &Handover) -> Child {
+fn recorded(shims: &Shims, endpoint: &Endpoint) -> Child {
     let child = Command::new("sleep").arg("1000").spawn().unwrap();
     record(shims, endpoint, &child);
     child
 }
 
-fn record(shims: &Shims, endpoint: &Handover, child: &Child) {
+fn record(shims: &Shims, endpoint: &Endpoint, child: &Child) {
     let identity = shims.launcher.open(child.id()).unwrap().unwrap().identity().clone();
-    endpoint.shim.bundle().make_bundle("pod", true).unwrap();
+    endpoint.shim.bundle().make_bundle("pod").unwrap();
     endpoint.shim.bundle().record(Some(&Recorded::Running { identity, socket: None })).unwrap();
 }
 
@@ -112,10 +107,8 @@ async fn a_pod_whose_shim_has_died_is_removed_on_a_full_file_system() {
     let value = options.write_to_bytes().unwrap();
     let options = Some(("containerd.runc.v1.Options".to_owned(), value));
     let runtime = Runtime { options, ..Runtime::default() };
-    let endpoint =
-        shims.endpoint(ShimKind::Handover, &"pod".try_into().unwrap(), &Arc::new(runtime));
-    let Endpoint::Handover(endpoint) = endpoint else { unreachable!("its owner") };
-    endpoint.shim.bundle().make_bundle("pod", false).unwrap();
+    let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
+    endpoint.shim.bundle().make_bundle("pod").unwrap();
     let bundle =
         full.path().join("state/io.containerd.runtime.v2.task/k8s.io").join("c".repeat(64));
     fs::create_dir_all(&bundle).unwrap();
@@ -234,9 +227,7 @@ async fn a_shim_that_cannot_be_placed_is_recorded_when_its_launch_was_interrupte
     let options = Options { shim_cgroup: "/no/such/cgroup".to_owned(), ..Default::default() };
     let options = ("containerd.runc.v1.Options".to_owned(), options.write_to_bytes().unwrap());
     let runtime = Runtime { options: Some(options), ..Runtime::default() };
-    let endpoint =
-        shims.endpoint(ShimKind::Handover, &"pod".try_into().unwrap(), &Arc::new(runtime));
-    let Endpoint::Handover(endpoint) = endpoint else { unreachable!("its owner") };
+    let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
     let mut child = recorded(&shims, &endpoint);
     let bundle = endpoint.shim.bundle();
     bundle.record(Some(&Recorded::Launching)).unwrap();
@@ -260,14 +251,12 @@ async fn an_unreadable_record_is_read_again() {
     fs::create_dir(&record).unwrap();
     endpoint.expect_recovery();
     endpoint.recover().await;
-    assert!(matches!(next(&endpoint), HandoverStep::Recover));
+    assert!(matches!(next(&endpoint), Step::Recover));
     assert!(!endpoint.socket().exists(), "it listens, though a shim may serve");
     fs::remove_dir(&record).unwrap();
     fs::rename(&aside, &record).unwrap();
     endpoint.try_recover().await.unwrap();
-    assert!(
-        matches!(next(&endpoint), HandoverStep::Watch(shim) if shim.identity().pid == child.id())
-    );
+    assert!(matches!(next(&endpoint), Step::Watch(shim) if shim.identity().pid == child.id()));
     endpoint.close().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
@@ -449,13 +438,13 @@ async fn a_call_wakes_an_idle_endpoint() {
 async fn a_recorded_death_fails_the_sandbox_whatever_else_is_unknown() {
     let dir = tempfile::tempdir().unwrap();
     let (_shims, endpoint) = make_endpoint(dir.path());
-    endpoint.shim.bundle().make_bundle("pod", true).unwrap();
+    endpoint.shim.bundle().make_bundle("pod").unwrap();
     endpoint.shim.bundle().record_death("on order").unwrap();
     fs::create_dir(dir.path().join("pod/shim/shim.json")).unwrap();
     endpoint.expect_recovery();
     endpoint.recover().await;
-    assert!(matches!(next(&endpoint), HandoverStep::FailSandbox));
-    assert!(matches!(next(&endpoint), HandoverStep::Recover));
+    assert!(matches!(next(&endpoint), Step::FailSandbox));
+    assert!(matches!(next(&endpoint), Step::Recover));
 }
 
 /// A shim that hangs up on a caller of Shutdown, and ends a moment later.
@@ -474,7 +463,7 @@ async fn a_shim_that_hangs_up_is_not_killed() {
         drop(listener.accept().await.unwrap());
         drop(input);
     });
-    endpoint.shim.end_process(&*shim, Some(&socket)).await.unwrap();
+    endpoint.shim.end_process(&*shim, &socket).await.unwrap();
     assert_eq!(shim.exited().await.status, 5);
     hangs_up.await.unwrap();
     // Its end was seen, which takes a child away.
@@ -496,7 +485,7 @@ async fn an_empty_shim_is_asked_to_exit_by_one_caller_at_a_time() {
     endpoint.listen().await.unwrap();
     let listener = endpoint.state().listener.clone().unwrap().try_clone().unwrap();
     let listener = tokio::net::UnixListener::from_std(UnixListener::from(listener)).unwrap();
-    let dismissals = [(); 2].map(|()| tokio::spawn(endpoint.clone().dismiss()));
+    let dismissals = [(); 2].map(|()| tokio::spawn(endpoint.clone().shut_down_empty()));
     let (caller, _) = listener.accept().await.unwrap();
     let second = async || timeout(Duration::from_millis(500), listener.accept()).await;
     assert!(second().await.is_err());
