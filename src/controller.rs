@@ -69,8 +69,8 @@ impl Controller {
         }))
     }
 
-    /// Checks the request and records the sandbox, then waits a moment until containerd has
-    /// recorded it as a container. Runs to its end when the future is dropped.
+    /// Checks the request and records the sandbox, which runs to its end when the future is
+    /// dropped. Then waits until containerd has recorded it as a container too, or has failed to.
     ///
     /// # Errors
     /// [`Error::Invalid`], [`Error::AlreadyExists`], or the failed step; nothing is left then.
@@ -93,13 +93,13 @@ impl Controller {
             let sandbox = Arc::new(sandbox);
             register.slots.lock().insert(id, Slot::Live(sandbox.clone()));
             drop(reserved);
-            sandbox.container_recorded().await;
-            Ok(())
+            Ok(sandbox)
         });
         let fault = |e: tokio::task::JoinError| {
             Err(Error::Fault { id: id.to_string(), rpc: "create", reason: e.to_string() })
         };
-        job.await.unwrap_or_else(fault)
+        job.await.unwrap_or_else(fault)?.container_recorded().await;
+        Ok(())
     }
 
     /// Starts a created sandbox. Runs to its end when the future is dropped; the sandbox is removed

@@ -7,320 +7,229 @@
 //!  container ------> container, task ------------> container ----------> nothing
 //! ```
 //!
-//! Create waits a moment until the container is recorded: cAdvisor looks for it once, when the
+//! The sandbox's life sets a wanted state, and one task per sandbox brings containerd to it, with
+//! attempts that are bounded in time and repeated until they succeed or another state is wanted:
+//! containerd may be down or refuse, and the pod runs all the same.
+//!
+//! Create waits for the first attempt, because cAdvisor looks for the container once, when the
 //! pod's cgroup appears in Start. A task needs a server, which is the pod's own shim; a pod without
-//! containers has none and gets no task. The task, and the removal at the end, follow the calls
-//! that cause them, so that containerd's database does not delay these. All of it is done by a
-//! worker, one at a time per sandbox, and is tried again: containerd may be down or refuse, and the
-//! pod runs all the same.
+//! containers has none and gets no task.
 
-use std::pin::pin;
+use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
-use tokio::sync::Notify;
+use tokio::sync::{RwLock, watch};
 use tokio::time::timeout;
 
-mod worker;
+use super::jobs::Jobs;
+use crate::exit::{self, retry};
 
-pub use worker::removals_done;
+mod attempt;
 
-/// What containerd is to have of a sandbox.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Goal {
-    /// Whatever it has.
+/// Each removal of a container holds it for reading. The end of the daemon waits for all of them.
+static REMOVALS: RwLock<()> = RwLock::const_new(());
+
+/// How long the end of the daemon waits for the removal of containers. The next daemon removes the
+/// others.
+const BEFORE_STOP: Duration = Duration::from_secs(2);
+
+/// How long after its cause a task is made, and a container removed: CRI's call that has caused it,
+/// such as CreateContainer, still runs, and containerd writes its database for one call after
+/// another.
+const AFTER_CALL: Duration = Duration::from_millis(100);
+
+/// How long the end of a pod's shim waits for the deletion of the sandbox's task.
+const BEFORE_SHIM_ENDS: Duration = Duration::from_secs(2);
+
+/// The state that containerd's record of a sandbox is to have, in the order of the sandbox's life.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Wanted {
+    /// The state in which an earlier daemon has left it.
     #[default]
-    Any,
-    /// The container.
-    Container,
-    /// The container and the task that the pod's shim serves.
-    Task,
-    /// No task.
-    NoTask,
-    /// Nothing.
-    Nothing,
+    AsFound,
+    /// No container yet: the sandbox is new.
+    New,
+    /// A container.
+    Recorded,
+    /// A container, and a task that the pod's shim serves.
+    WithTask,
+    /// No task any more: the pause process has exited.
+    WithoutTask,
+    /// No container any more: the sandbox is removed.
+    Absent,
 }
 
-impl Goal {
-    /// The call of containerd that has caused the goal still runs, and does not need it.
-    fn follows_a_call(self) -> bool {
-        matches!(self, Self::Task | Self::Nothing)
-    }
-}
-
-/// The progress towards a goal.
-#[derive(Debug, Default)]
-struct Progress {
-    goal: Goal,
-    /// What containerd has, as far as it is known; [`Goal::Any`]: unknown.
-    done: Goal,
-    /// Number of goals set so far.
-    goal_number: u32,
-    /// A worker is running.
-    working: bool,
-    /// Its last try has failed.
-    failing: bool,
-}
-
-/// A sandbox's record in containerd. Of a sandbox of an earlier daemon it is not known.
+/// containerd's record of a sandbox.
 #[derive(Debug, Default)]
 pub struct ContainerRecord {
-    progress: Mutex<Progress>,
-    /// Wakes who waits for the goal, and the worker that waits to try again.
-    changed: Notify,
+    wanted: watch::Sender<Wanted>,
+    /// The wanted state of the last attempt that has ended, with or without success.
+    tried: watch::Sender<Wanted>,
 }
 
 impl ContainerRecord {
-    /// The sandbox is new: containerd has nothing of it.
+    /// The sandbox is new: containerd has no record of it.
     pub fn set_new(&self) {
-        self.progress.lock().done = Goal::Nothing;
+        self.wanted.send_replace(Wanted::New);
     }
 
-    /// Changes the goal. True: a worker is to be started.
-    fn set_goal(&self, goal: Goal) -> bool {
-        let mut progress = self.progress.lock();
-        // Nothing is made for a sandbox that is being removed.
-        let ends = |goal| matches!(goal, Goal::NoTask | Goal::Nothing);
-        if progress.goal == Goal::Nothing || ends(progress.goal) && !ends(goal) {
-            return false;
-        }
-        if progress.goal != goal || goal == Goal::Task {
-            (progress.goal, progress.failing) = (goal, false);
-            progress.goal_number = progress.goal_number.wrapping_add(1);
-        }
-        if goal == Goal::Task {
-            // A shim that has come later serves no task of the one before.
-            progress.done = Goal::Any;
-        }
-        self.changed.notify_waiters();
-        let work = !progress.is_done() && !progress.working;
-        progress.working |= work;
-        work
-    }
-
-    /// The current goal and its number. `None` if the goal is reached or given up; the worker then
-    /// stops.
-    fn next(&self) -> Option<(Goal, u32)> {
-        let mut progress = self.progress.lock();
-        if progress.is_done() {
-            progress.working = false;
-            self.changed.notify_waiters();
-            return None;
-        }
-        // An answer may be lost.
-        progress.done = Goal::Any;
-        Some((progress.goal, progress.goal_number))
-    }
-
-    /// No newer goal than this one is set.
-    fn is_current(&self, goal_number: u32) -> bool {
-        self.progress.lock().goal_number == goal_number
-    }
-
-    /// The goal of this number is reached.
-    fn reached(&self, goal: Goal, goal_number: u32) {
-        let mut progress = self.progress.lock();
-        if progress.goal_number == goal_number {
-            (progress.done, progress.failing) = (goal, false);
-        }
-        self.changed.notify_waiters();
-    }
-
-    fn failed(&self) {
-        self.progress.lock().failing = true;
-        self.changed.notify_waiters();
-    }
-
-    /// Waits until a newer goal than this one is set, at most `within`.
-    async fn wait_for_newer_goal(&self, goal_number: u32, within: Duration) {
-        let other = async {
-            loop {
-                let mut changed = pin!(self.changed.notified());
-                changed.as_mut().enable();
-                if self.progress.lock().goal_number != goal_number {
-                    return;
-                }
-                changed.await;
+    /// Changes the wanted state, which only moves forward. Returns the state before the first
+    /// change: the record's task is to be started.
+    fn want(&self, next: Wanted) -> Option<Wanted> {
+        let mut first = None;
+        self.wanted.send_if_modified(|wanted| {
+            // Each shim of a pod is given the task anew.
+            let is_forward = next > *wanted || next == Wanted::WithTask && *wanted == next;
+            let was_never_made = *wanted == Wanted::New && next > Wanted::WithTask;
+            if !is_forward || was_never_made {
+                return false;
             }
-        };
-        // Then the next try is due.
-        let _ = timeout(within, other).await;
+            first = (*wanted <= Wanted::New).then_some(*wanted);
+            *wanted = next;
+            true
+        });
+        first
     }
 
-    /// Gives up the goal of this number.
-    fn give_up(&self, goal_number: u32) {
-        let mut progress = self.progress.lock();
-        match progress.goal {
-            _ if progress.goal_number != goal_number => {}
-            // Nothing is made after it.
-            Goal::Nothing => progress.done = Goal::Nothing,
-            _ => progress.goal = Goal::Any,
+    /// Waits until another state than this one is wanted.
+    async fn moved_on(&self, from: Wanted) {
+        // The sender lives as long as this record.
+        let _ = self.wanted.subscribe().wait_for(|wanted| *wanted != from).await;
+    }
+
+    /// Waits until an attempt at `goal` or a later state has ended. Returns at once if none of them
+    /// is wanted.
+    async fn tried(&self, goal: Wanted) {
+        if *self.wanted.borrow() >= goal {
+            // The sender lives as long as this record.
+            let _ = self.tried.subscribe().wait_for(|tried| *tried >= goal).await;
         }
     }
 
-    /// Waits until the goal is reached or given up, or a try has failed; at most that long.
-    async fn settled(&self, within: Duration) {
-        self.wait(within, Progress::is_settled).await;
-    }
-
-    /// As [`Self::settled`], for the container alone: also until another goal is set. False: the
-    /// container is the goal, and is not made.
-    async fn recorded(&self, within: Duration) -> bool {
-        let other = |progress: &Progress| progress.goal != Goal::Container;
-        self.wait(within, |progress| other(progress) || progress.is_settled()).await;
-        let progress = self.progress.lock();
-        other(&progress) || progress.is_done()
-    }
-
-    /// Waits until the progress is `enough`, at most that long.
-    async fn wait(&self, within: Duration, enough: impl Fn(&Progress) -> bool) {
-        let waits = async {
-            loop {
-                let mut changed = pin!(self.changed.notified());
-                changed.as_mut().enable();
-                if enough(&self.progress.lock()) {
-                    return;
-                }
-                changed.await;
+    /// Brings containerd to each wanted state by `attempt`, which gets the state and the number of
+    /// failures before it. Ends when the container is removed. `may_have_task`: an earlier daemon
+    /// may have made the sandbox's task.
+    async fn serve<A: Future<Output = ControlFlow<()>>>(
+        &self,
+        mut may_have_task: bool,
+        attempt: impl Fn(Wanted, u32) -> A,
+    ) {
+        let mut wanted = self.wanted.subscribe();
+        loop {
+            let goal = *wanted.borrow_and_update();
+            may_have_task |= goal == Wanted::WithTask;
+            // A clone has seen what its original has seen.
+            let newer = async || drop(wanted.clone().changed().await);
+            let _removal = if goal == Wanted::Absent { Some(REMOVALS.read().await) } else { None };
+            let is_settled = goal == Wanted::WithoutTask && !may_have_task;
+            let follows_a_call = matches!(goal, Wanted::WithTask | Wanted::Absent);
+            if is_settled {
+                self.tried.send_replace(goal);
+            } else if !follows_a_call || timeout(AFTER_CALL, newer()).await.is_err() {
+                let step = async |failures| {
+                    if wanted.has_changed().unwrap_or(true) {
+                        return ControlFlow::Break(());
+                    }
+                    let result = attempt(goal, failures).await;
+                    self.tried.send_replace(goal);
+                    result
+                };
+                // Boxed, as the record of a running pod has nothing to do.
+                Box::pin(retry(exit::CONTAINERD, newer, step)).await;
             }
-        };
-        // Without it the sandbox continues.
-        let _ = timeout(within, waits).await;
+            // The sender lives as long as this record.
+            if goal == Wanted::Absent || wanted.changed().await.is_err() {
+                return;
+            }
+        }
     }
 }
 
-impl Progress {
-    /// Nothing is being tried.
-    fn is_settled(&self) -> bool {
-        self.is_done() || self.failing || !self.working
+/// Waits until the containers that are being removed are removed, if containerd answers in time.
+pub async fn removals_done() {
+    // The next daemon removes the others.
+    let _ = timeout(BEFORE_STOP, REMOVALS.write()).await;
+}
+
+impl Jobs {
+    /// The settings ask for it.
+    fn records_containers(&self) -> bool {
+        self.environment().config.container_record
     }
 
-    fn is_done(&self) -> bool {
-        match (self.goal, self.done) {
-            (Goal::Any, _) => true,
-            (Goal::Container, Goal::Container | Goal::Task) => true,
-            (Goal::NoTask, Goal::Container | Goal::Nothing) => true,
-            (goal, done) => goal == done,
+    /// containerd can have a record of the sandbox: it is of containerd's namespace, and this
+    /// project's shim serves its task.
+    fn can_be_recorded(&self) -> bool {
+        self.facts.in_namespace && self.shim.serves_sandbox()
+    }
+
+    fn want(self: &Arc<Self>, next: Wanted) {
+        if !self.can_be_recorded() {
+            return;
         }
+        if let Some(before) = self.container.want(next) {
+            let jobs = self.clone();
+            drop(tokio::spawn(async move {
+                let attempt = |goal, failures| jobs.attempt(goal, failures);
+                jobs.container.serve(before == Wanted::AsFound, attempt).await;
+            }));
+        }
+    }
+
+    /// The sandbox gets its container. Returns at once.
+    pub fn record_container(self: &Arc<Self>) {
+        if self.records_containers() {
+            self.want(Wanted::Recorded);
+        }
+    }
+
+    /// Waits until containerd has recorded the sandbox, or an attempt has failed, or the sandbox is
+    /// removed. A slow containerd is waited for: its own timeout bounds the attempt.
+    pub async fn container_recorded(&self) {
+        tokio::select! {
+            () = self.container.tried(Wanted::Recorded) => {}
+            () = self.container.moved_on(Wanted::Recorded) => {}
+        }
+    }
+
+    /// The pod's shim serves: the sandbox gets its task. Returns at once.
+    pub fn record_task(self: &Arc<Self>) {
+        if self.records_containers() {
+            self.want(Wanted::WithTask);
+        }
+    }
+
+    /// The pause process has exited: its task is deleted. Returns at once.
+    pub fn delete_task(self: &Arc<Self>) {
+        self.want(Wanted::WithoutTask);
+    }
+
+    /// Deletes the task before its server, the pod's shim, ends, if containerd answers in time.
+    pub async fn task_deleted(self: &Arc<Self>) {
+        self.delete_task();
+        // The shim ends all the same.
+        let _ = timeout(BEFORE_SHIM_ENDS, self.container.tried(Wanted::WithoutTask)).await;
+    }
+
+    /// The pod was stopped: its shim ends if it is empty, after the sandbox's task. Returns at
+    /// once.
+    pub fn dismiss_shim(self: &Arc<Self>) {
+        if !self.can_be_recorded() || !self.shim.has_shim() {
+            return self.shim.dismiss();
+        }
+        let jobs = self.clone();
+        drop(tokio::spawn(async move {
+            jobs.task_deleted().await;
+            jobs.shim.dismiss();
+        }));
+    }
+
+    /// The sandbox is removed: its container goes too. Returns at once.
+    pub fn remove_container(self: &Arc<Self>) {
+        self.want(Wanted::Absent);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const A_MOMENT: Duration = Duration::from_millis(250);
-
-    fn new() -> ContainerRecord {
-        let record = ContainerRecord::default();
-        record.set_new();
-        record
-    }
-
-    /// What a worker works on that begins with this goal.
-    fn step(record: &ContainerRecord, goal: Goal) -> Option<(Goal, u32)> {
-        record.set_goal(goal).then(|| record.next()).flatten()
-    }
-
-    fn begins(record: &ContainerRecord, goal: Goal) -> u32 {
-        let (next, goal_number) = step(record, goal).unwrap();
-        assert_eq!(next, goal);
-        goal_number
-    }
-
-    fn does(record: &ContainerRecord, goal: Goal) {
-        record.reached(goal, begins(record, goal));
-        assert_eq!(record.next(), None);
-    }
-
-    #[test]
-    fn a_sandbox_gets_a_container_then_a_task_and_loses_both() {
-        let record = new();
-        for goal in [Goal::Container, Goal::Task, Goal::NoTask, Goal::Nothing] {
-            does(&record, goal);
-        }
-        assert_eq!(step(&record, Goal::Task), None, "a removed sandbox gets none");
-    }
-
-    #[test]
-    fn what_was_never_made_is_not_removed() {
-        let record = new();
-        assert_eq!(step(&record, Goal::NoTask), None);
-        assert_eq!(step(&record, Goal::Nothing), None);
-        // An earlier daemon may have made it.
-        does(&ContainerRecord::default(), Goal::NoTask);
-    }
-
-    #[test]
-    fn the_next_shim_gets_a_task_again() {
-        let record = ContainerRecord::default();
-        does(&record, Goal::Task);
-        assert_eq!(step(&record, Goal::Container), None, "it has one");
-        let first = begins(&record, Goal::Task);
-        assert!(!record.set_goal(Goal::Task), "one worker is running");
-        // Of the shim before, whether it was made or not.
-        record.reached(Goal::Task, first);
-        record.give_up(first);
-        let (goal, second) = record.next().unwrap();
-        assert_eq!(goal, Goal::Task);
-        record.reached(goal, second);
-        assert_eq!(record.next(), None);
-    }
-
-    #[test]
-    fn what_is_given_up_is_tried_with_the_next_change() {
-        let record = new();
-        record.give_up(begins(&record, Goal::Container));
-        assert_eq!(record.next(), None);
-        let goal_number = begins(&record, Goal::Task);
-        // A later goal is not given up with the one before.
-        assert!(!record.set_goal(Goal::Nothing));
-        record.give_up(goal_number);
-        assert_eq!(record.next().map(|(goal, _)| goal), Some(Goal::Nothing));
-    }
-
-    #[test]
-    fn what_may_have_been_made_is_removed() {
-        let record = new();
-        // The answer was lost.
-        begins(&record, Goal::Container);
-        record.failed();
-        record.set_goal(Goal::Nothing);
-        assert_eq!(record.next().map(|(goal, _)| goal), Some(Goal::Nothing));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn waiting_for_the_record_is_bounded() {
-        let record = new();
-        record.settled(A_MOMENT).await;
-        let goal_number = begins(&record, Goal::Container);
-        let begun = tokio::time::Instant::now();
-        record.settled(A_MOMENT).await;
-        assert_eq!(begun.elapsed(), A_MOMENT);
-        record.failed();
-        record.settled(Duration::MAX).await;
-        record.reached(Goal::Container, goal_number);
-        record.settled(Duration::MAX).await;
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_container_that_is_not_made_is_reported_while_it_is_wanted() {
-        let record = new();
-        begins(&record, Goal::Container);
-        assert!(!record.recorded(A_MOMENT).await, "it takes longer");
-        record.failed();
-        assert!(!record.recorded(Duration::MAX).await, "a try has failed");
-        // Shutdown, while the call to containerd hangs.
-        record.set_goal(Goal::NoTask);
-        assert!(record.recorded(Duration::MAX).await);
-        record.failed();
-        assert!(record.recorded(Duration::MAX).await);
-
-        let made = new();
-        does(&made, Goal::Container);
-        assert!(made.recorded(Duration::MAX).await);
-        let given_up = new();
-        given_up.give_up(begins(&given_up, Goal::Container));
-        assert!(given_up.recorded(Duration::MAX).await);
-    }
-}
+mod tests;

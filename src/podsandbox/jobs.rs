@@ -242,12 +242,33 @@ impl Jobs {
         self.run_blocking(class, task).await.unwrap_or_else(StepErrors::from)
     }
 
-    /// Makes the spec and the labels for the answer of Start.
+    /// Makes the spec and the labels for the answer of Start, unless they are there.
     fn describe(&self, input: &StartInput) -> Result<(), StepError> {
+        let mut description = self.description.lock();
+        if description.is_none() {
+            *description = Some(self.make_description(input)?);
+        }
+        Ok(())
+    }
+
+    /// Spec and labels, for containerd's record. Before Start they are kept for its response.
+    pub(super) fn description(&self, input: &StartInput) -> Result<Description, StepError> {
+        let mut kept = self.description.lock();
+        if let Some(made) = &*kept {
+            return Ok(made.clone());
+        }
+        let made = self.make_description(input)?;
+        // Looked at under the lock, so that nothing is kept after the response.
+        if self.start_input.lock().is_some() {
+            *kept = Some(made.clone());
+        }
+        Ok(made)
+    }
+
+    fn make_description(&self, input: &StartInput) -> Result<Description, StepError> {
         let Environment { layout, config, .. } = &*self.environment;
         let made = oci_spec::describe(&input.record, &input.pod, layout, config);
-        *self.description.lock() = Some(made.map_err(io::Error::other).step("make the spec")?);
-        Ok(())
+        made.map_err(io::Error::other).step("make the spec")
     }
 
     /// Makes the next job wait for overdue recovery steps.

@@ -84,7 +84,7 @@ const READONLY: [&str; 5] =
     ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
 /// What Start answers of a sandbox that is the same for its whole life.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Description {
     /// The spec as JSON (`opencontainers/runtime-spec` `Spec`).
     pub spec: Box<[u8]>,

@@ -120,7 +120,9 @@ impl Sandbox {
         let jobs = recorded.map_err(failed)??;
         log::info!(sandbox = id.as_str(); "sandbox created");
         let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
-        Ok(Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone))
+        let sandbox = Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone);
+        sandbox.jobs.record_container();
+        Ok(sandbox)
     }
 
     /// Checks a request and records the sandbox. Blocks.
@@ -164,8 +166,8 @@ impl Sandbox {
         }
     }
 
-    /// Records the sandbox in containerd. Waits a moment, as cAdvisor looks for that record once,
-    /// when the pod's cgroup appears: in Start.
+    /// Waits until a new sandbox is recorded in containerd, or an attempt has failed: cAdvisor looks
+    /// for that record once, when the pod's cgroup appears in Start.
     pub async fn container_recorded(&self) {
         self.jobs.container_recorded().await;
     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
+use std::time::Duration;
 
 use containerd_shim_protos::shim::oci::Options;
 use protobuf::well_known_types::any::Any;
@@ -36,6 +37,10 @@ const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 
 /// Filter for the containers that CRI labels as sandboxes (containerd `filterLabel`).
 const SANDBOXES: &str = r#"labels."io.cri-containerd.kind"==sandbox"#;
+
+/// How long containerd may take to record a container. On a busy node it writes the records of many
+/// pods one after another, and each of its writes waits for the disk.
+pub const CREATE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The contents of containerd's container record of a sandbox.
 #[derive(Clone, Debug)]
@@ -161,7 +166,8 @@ impl Containers {
             CreateContainerRequest { container: MessageField::some(record), ..Default::default() };
         let method = format!("{CONTAINERS}/Create");
         let what = "record the sandbox as a container";
-        match self.at.call::<Empty>(what, &method, &request).await {
+        let endpoint = self.at.endpoint();
+        match endpoint.call::<Empty>(what, &method, &request, CREATE_TIMEOUT).await {
             // Also after an answer that was lost.
             Err(e) if e.is(code::ALREADY_EXISTS) => self.owner(&container.id).await,
             Err(e) => Err(e),

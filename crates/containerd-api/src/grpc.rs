@@ -20,11 +20,8 @@ const LARGEST: usize = 16 << 20;
 /// gRPC's codes.
 pub(super) mod code {
     pub(crate) const OK: u32 = 0;
-    pub(crate) const INVALID_ARGUMENT: u32 = 3;
     pub(crate) const NOT_FOUND: u32 = 5;
     pub(crate) const ALREADY_EXISTS: u32 = 6;
-    pub(crate) const PERMISSION_DENIED: u32 = 7;
-    pub(crate) const FAILED_PRECONDITION: u32 = 9;
     pub(crate) const UNIMPLEMENTED: u32 = 12;
     pub(crate) const UNAVAILABLE: u32 = 14;
 }
@@ -67,17 +64,6 @@ impl CallError {
     /// containerd does not run, or does not answer yet.
     pub fn is_unavailable(&self) -> bool {
         matches!(self, Self::Lost(_)) || self.is(code::UNAVAILABLE)
-    }
-
-    /// Whether the same call would be refused again.
-    pub fn is_final(&self) -> bool {
-        let codes = [
-            code::INVALID_ARGUMENT,
-            code::PERMISSION_DENIED,
-            code::FAILED_PRECONDITION,
-            code::UNIMPLEMENTED,
-        ];
-        codes.into_iter().any(|code| self.is(code))
     }
 }
 
