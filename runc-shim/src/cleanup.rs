@@ -12,12 +12,18 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
 use crate::arguments::Arguments;
-use crate::command::Command;
+use crate::container;
 use crate::error::{Code, Context as _, Error};
 use crate::exits::{self, Exit};
-use crate::helper::{self, Action, Work};
+use crate::log;
+use crate::process_key;
+use crate::root::mark;
+use crate::root::mounts;
+use crate::runtime::command::Command;
+use crate::runtime::helper::{self, Action, Work};
+use crate::runtime::options;
 use crate::runtime::{self, Place, Runtime};
-use crate::{container, log, mark, mounts, options, process_key, processes, sys};
+use crate::sys;
 
 /// Time limit for killing commands of the runtime, and the delay between two searches for them.
 /// Commands are killed and the mounts undone within the 5 s that containerd allows for `delete`
@@ -41,7 +47,7 @@ const WHOLE_TIMEOUT: Duration = Duration::from_secs(9);
 /// container, which the dead shim used. containerd may remove its bundle at any moment.
 const CONTAINERD_BUNDLE: &str = "containerd";
 
-/// The fields of `options.json` in a bundle, which [`crate::options::write`] writes.
+/// The fields of `options.json` in a bundle, which [`crate::runtime::options::write`] writes.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct BundleOptions {
@@ -177,7 +183,7 @@ fn end_marked(mark: &str, begun: Instant) -> bool {
 }
 
 fn commands(runtime: &Runtime, id: &str, bundle: &Path) -> Vec<i32> {
-    processes::pids().filter(|pid| is_command(*pid, runtime, id, bundle)).collect()
+    exits::pids().filter(|pid| is_command(*pid, runtime, id, bundle)).collect()
 }
 
 /// Whether a process is a command of the runtime for the container, or a helper that mounts: its

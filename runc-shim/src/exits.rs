@@ -150,6 +150,12 @@ impl Exits {
     }
 }
 
+/// The pids of all processes of the node; none if `/proc` cannot be read.
+pub fn pids() -> impl Iterator<Item = i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+}
+
 /// What `/proc/PID/stat` has of a process; `None`: no such process.
 pub fn stat(pid: i32) -> Option<Stat> {
     Stat::of_process(u32::try_from(pid).ok()?).ok()

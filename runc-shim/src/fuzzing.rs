@@ -5,10 +5,18 @@ use std::path::{Path, PathBuf};
 use protobuf::well_known_types::any::Any;
 
 use crate::cgroup::{self, Cgroup};
+use crate::container;
 use crate::error::Error;
-use crate::frame::{Decoder, Incoming};
+use crate::exec;
 use crate::io::logger::Program;
-use crate::{command, container, exec, idmap, mounts, options, overlay, process_key, request};
+use crate::process_key;
+use crate::root::idmap;
+use crate::root::mounts;
+use crate::root::overlay;
+use crate::runtime::command;
+use crate::runtime::options;
+use crate::ttrpc::frame::{Decoder, Incoming};
+use crate::ttrpc::request;
 
 /// Decodes frames: stream id, type and message; only the stream id of a message that is too long.
 /// The input is cut into parts of `cut` bytes.

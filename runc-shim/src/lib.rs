@@ -3,57 +3,27 @@
 //! each container with streams has a thread that copies them.
 
 mod arguments;
+mod calls;
 mod cgroup;
 mod cleanup;
-mod command;
-mod commands;
 mod container;
-mod create;
-mod deadlines;
-mod delete;
-mod descendants;
-mod discard;
 mod error;
-mod events;
 mod exec;
 mod exits;
-mod frame;
-mod fuse_program;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
-mod helper;
-mod idmap;
 mod io;
-mod job;
-mod kill;
 mod log;
-mod loop_device;
 mod main_loop;
-mod mark;
-mod mount_copy;
-mod mounts;
-mod oom;
-mod oom_watch;
-mod options;
-mod output_pipe;
-mod overlay;
-mod pending_start;
-mod process_exit;
 mod process_key;
-mod process_streams;
-mod processes;
 mod reactor;
-mod request;
-mod response;
+mod root;
 mod runtime;
 mod sandbox;
-mod sandbox_calls;
-mod server;
 mod shim;
 mod signals;
-mod start;
 mod sys;
-mod task;
+mod ttrpc;
 
 use std::env;
 use std::io::Write as _;
@@ -63,6 +33,7 @@ use rustix::process::DumpableBehavior;
 
 use crate::arguments::Arguments;
 use crate::error::{Context as _, Error};
+use crate::runtime::helper;
 use crate::signals::Signals;
 
 /// The name of the process; the program may be run by a descriptor.

@@ -7,22 +7,22 @@ use std::time::{Duration, Instant};
 use containerd_shim_protos::events::task::TaskCreate;
 use rustix::event::epoll::EventFlags;
 
+use crate::cgroup::oom_watch::OomWatch;
 use crate::container::Container;
+use crate::container::pending_start::PendingStart;
 use crate::container::state::State;
 use crate::error::{Context as _, Error};
-use crate::events::Events;
 use crate::exec::Exec;
 use crate::exits::Exits;
 use crate::io::copiers::Copiers;
-use crate::job::Job;
-use crate::oom_watch::OomWatch;
-use crate::pending_start::PendingStart;
+use crate::io::process_streams::ProcessStreams;
 use crate::process_key::ProcessKey;
-use crate::process_streams::ProcessStreams;
 use crate::reactor::{Reactor, Source};
+use crate::runtime::job::Job;
 use crate::sandbox::Sandbox;
-use crate::server::Server;
 use crate::signals::Signals;
+use crate::ttrpc::events::Events;
+use crate::ttrpc::server::Server;
 
 /// How long the shutdown waits until containerd has received the last events, and until running
 /// commands of the runtime have ended.

@@ -1,5 +1,6 @@
 //! The cgroup of a container: its processes, metrics, freezer state, and removal.
 
+pub mod oom_watch;
 mod tree;
 
 use std::fs;

@@ -1,5 +1,15 @@
 //! A container: its state, the streams of its first process, and its execs.
 
+pub mod commands;
+pub mod create;
+pub mod deadlines;
+mod delete;
+mod discard;
+mod kill;
+mod oom;
+pub mod pending_start;
+mod process_exit;
+mod start;
 pub mod state;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -16,10 +26,10 @@ use crate::error::{Context as _, Error};
 use crate::exec::Exec;
 use crate::exits;
 use crate::io::Owner;
-use crate::process_streams::ProcessStreams;
-use crate::request::Request;
+use crate::io::process_streams::ProcessStreams;
 use crate::runtime::Runtime;
-use crate::server::Reply;
+use crate::ttrpc::request::Request;
+use crate::ttrpc::server::Reply;
 
 /// A container.
 #[derive(Debug)]

@@ -8,9 +8,9 @@ use serde_json::value::RawValue;
 
 use self::state::State;
 use crate::error::{Code, Error};
-use crate::process_streams::ProcessStreams;
-use crate::request::Request;
-use crate::server::Reply;
+use crate::io::process_streams::ProcessStreams;
+use crate::ttrpc::request::Request;
+use crate::ttrpc::server::Reply;
 
 /// An exec.
 #[derive(Debug)]

@@ -10,6 +10,7 @@ pub mod console;
 pub mod copier;
 pub mod copiers;
 pub mod logger;
+pub mod process_streams;
 pub mod stream;
 
 use std::fs::{self, File, OpenOptions};

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use rustix::process::{Pid, WaitOptions};
 
 use crate::error::{Code, Context as _, Error};
-use crate::mount_copy::{PrivatePlace, mount_copy};
-use crate::{overlay, sys};
+use crate::root::mount_copy::{PrivatePlace, mount_copy};
+use crate::root::overlay;
+use crate::sys;
 
 /// The directory in the bundle on which lower directories are mounted until the overlay is made.
 pub const IDMAPPED: &str = "idmapped";

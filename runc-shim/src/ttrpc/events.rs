@@ -19,10 +19,10 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::{Code, Error};
-use crate::frame::{self, Decoder, Incoming};
 use crate::log;
 use crate::process_key::ProcessKey;
 use crate::reactor::{Reactor, Source};
+use crate::ttrpc::frame::{self, Decoder, Incoming};
 
 const SERVICE: &str = "containerd.services.events.ttrpc.v1.Events";
 

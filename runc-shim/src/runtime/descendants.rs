@@ -5,8 +5,10 @@ use std::os::fd::OwnedFd;
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+use crate::exits;
 use crate::exits::{has_ended, stat};
-use crate::{mark, processes, sys};
+use crate::root::mark;
+use crate::sys;
 
 /// Maximum number of searches. Each one finds processes that were started before their parent was
 /// stopped.
@@ -68,7 +70,7 @@ fn parent(pid: i32) -> Option<i32> {
 
 /// All processes, and their parents.
 fn all_with_parents() -> Vec<(i32, i32)> {
-    processes::pids().filter_map(|pid| Some((pid, parent(pid)?))).collect()
+    exits::pids().filter_map(|pid| Some((pid, parent(pid)?))).collect()
 }
 
 #[cfg(test)]

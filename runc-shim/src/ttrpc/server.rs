@@ -15,8 +15,8 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, sockopt};
 
 use crate::error::{Code, Error};
-use crate::frame::{self, Decoder, Incoming};
 use crate::reactor::{Reactor, Source};
+use crate::ttrpc::frame::{self, Decoder, Incoming};
 
 /// Maximum size of the answers that a caller has not read, bytes. With more, the shim reads no
 /// calls of this caller.

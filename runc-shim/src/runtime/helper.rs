@@ -13,11 +13,13 @@ use protobuf::Message as _;
 
 use crate::arguments::Arguments;
 use crate::cgroup::Cgroup;
-use crate::command::Command;
 use crate::error::{Context as _, Error};
-use crate::output_pipe::OutputPipe;
+use crate::root::mark;
+use crate::root::mounts;
+use crate::runtime::command::Command;
+use crate::runtime::output_pipe::OutputPipe;
 use crate::runtime::{self, INPUT_FD};
-use crate::{mark, mounts, sys};
+use crate::sys;
 
 /// Maximum length of an error message, bytes.
 const MAX_MESSAGE: usize = 32 << 10;

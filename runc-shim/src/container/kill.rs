@@ -3,17 +3,17 @@
 use containerd_shim_protos::api;
 
 use crate::cgroup::Cgroup;
-use crate::commands;
+use crate::container::commands;
 use crate::container::state::State;
 use crate::error::{Code, Error};
 use crate::exec;
-use crate::job::Purpose;
 use crate::process_key::ProcessKey;
-use crate::response::{self, Answer};
 use crate::runtime;
-use crate::server::Reply;
+use crate::runtime::job::Purpose;
 use crate::shim::Shim;
 use crate::sys;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
 
 impl Shim {
     /// Sends a signal to a process.

@@ -11,18 +11,18 @@ use protobuf::{EnumOrUnknown, Message, MessageField};
 
 use crate::container::state::{Event, State};
 use crate::error::{Code, Error};
-use crate::events;
 use crate::exec::{self, Exec};
 use crate::exits::Exit;
 use crate::io::Stdio;
+use crate::io::process_streams::{ProcessStreams, WAITERS};
 use crate::process_key;
 use crate::process_key::ProcessKey;
-use crate::process_streams::{ProcessStreams, WAITERS};
-use crate::request::{self, Request};
-use crate::response::{self, Answer};
 use crate::sandbox::Sandbox;
-use crate::server::{Call, Reply};
 use crate::shim::Shim;
+use crate::ttrpc::events;
+use crate::ttrpc::request::{self, Request};
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::{Call, Reply};
 
 /// Maximum number of calls that wait for a pending command of one container or exec.
 const MAX_QUEUED: usize = 1024;

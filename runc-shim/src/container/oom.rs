@@ -2,8 +2,8 @@
 
 use containerd_shim_protos::events::task::TaskOOM;
 
+use crate::cgroup::oom_watch::OomWatch;
 use crate::log;
-use crate::oom_watch::OomWatch;
 use crate::reactor::Source;
 use crate::shim::Shim;
 

@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 use containerd_shim_protos::api::DeleteResponse;
 use protobuf::MessageField;
 
-use crate::commands;
+use crate::container::commands;
 use crate::container::state::Event;
 use crate::container::{Container, Retry};
 use crate::error::Error;
 use crate::exits::{Exit, UNKNOWN};
-use crate::helper::Action;
-use crate::job::Purpose;
 use crate::process_key::ProcessKey;
-use crate::response::{self, Answer};
 use crate::runtime;
-use crate::server::Reply;
+use crate::runtime::helper::Action;
+use crate::runtime::job::Purpose;
 use crate::shim::Shim;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
 
 /// Delays between attempts: the first and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(200);

@@ -13,10 +13,11 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::error::{Code, Context as _, Error};
-use crate::fuse_program::FuseProgram;
-use crate::loop_device::LoopDevice;
-use crate::mount_copy::{PrivatePlace, mount_copy};
-use crate::{idmap, overlay};
+use crate::root::fuse_program::FuseProgram;
+use crate::root::idmap;
+use crate::root::loop_device::LoopDevice;
+use crate::root::mount_copy::{PrivatePlace, mount_copy};
+use crate::root::overlay;
 
 /// The kernel takes less than one page of mount data.
 const PAGE_SIZE: usize = 4096;

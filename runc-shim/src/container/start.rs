@@ -6,13 +6,15 @@ use containerd_shim_protos::events::task as task_events;
 use crate::container::state::{self, Event, State};
 use crate::container::{Container, cgroup_with};
 use crate::error::Error;
+use crate::exec;
 use crate::exits::{Exit, UNKNOWN};
-use crate::job::Purpose;
 use crate::process_key::ProcessKey;
-use crate::response::{self, Answer};
-use crate::server::Reply;
+use crate::runtime::job::Purpose;
 use crate::shim::Shim;
-use crate::{events, exec, sys};
+use crate::sys;
+use crate::ttrpc::events;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
 
 impl Shim {
     /// Starts a container.

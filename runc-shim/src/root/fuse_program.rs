@@ -9,10 +9,13 @@ use std::path::Path;
 use containerd_shim_protos::api::Mount;
 use rustix::fs::{Mode, OFlags};
 
-use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
-use crate::output_pipe::OutputPipe;
-use crate::{exits, output_pipe, runtime, sys};
+use crate::exits;
+use crate::runtime;
+use crate::runtime::command::Command;
+use crate::runtime::output_pipe;
+use crate::runtime::output_pipe::OutputPipe;
+use crate::sys;
 
 /// Prefixes of mount types, and the program that makes such a mount.
 const PROGRAMS: [(&str, &str); 2] = [("fuse.", "mount.fuse"), ("fuse3.", "mount.fuse3")];

@@ -6,16 +6,18 @@ use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use protobuf::MessageField;
 
+use crate::container::create::pid_file;
 use crate::container::state::{self, Event, State};
-use crate::create::pid_file;
 use crate::error::Error;
-use crate::helper::Action;
-use crate::job::{Attempt, Purpose};
+use crate::exec;
+use crate::exits;
 use crate::process_key::ProcessKey;
-use crate::response::{self, Answer};
-use crate::server::Reply;
+use crate::runtime::helper::Action;
+use crate::runtime::job::{Attempt, Purpose};
 use crate::shim::Shim;
-use crate::{events, exec, exits};
+use crate::ttrpc::events;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
 
 /// How long a deletion waits for the last output, and for the exit of the logging program.
 const DRAIN: Duration = Duration::from_secs(10);

@@ -11,26 +11,31 @@ use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::shim::oci::Options;
 use rustix::event::epoll::EventFlags;
 
+use crate::container::deadlines;
+use crate::container::pending_start::PendingStart;
 use crate::container::state::{self, Event, Notice, State};
 use crate::container::{self, Container, cgroup_with};
 use crate::error::{Code, Context as _, Error};
+use crate::exits;
 use crate::exits::Exit;
-use crate::fuse_program::FuseProgram;
-use crate::helper::{self, Action};
 use crate::io::console::ConsoleSocket;
+use crate::io::process_streams::ProcessStreams;
 use crate::io::{self, Owner, Prepared, Stdio};
-use crate::job::Purpose;
 use crate::log;
-use crate::pending_start::PendingStart;
 use crate::process_key;
 use crate::process_key::ProcessKey;
-use crate::process_streams::ProcessStreams;
 use crate::reactor::Source;
-use crate::response::{self, Answer};
+use crate::root::fuse_program::FuseProgram;
+use crate::root::mounts;
+use crate::runtime::helper::{self, Action};
+use crate::runtime::job::Purpose;
+use crate::runtime::options;
 use crate::runtime::{self, Place, Runtime};
-use crate::server::Reply;
 use crate::shim::Shim;
-use crate::{deadlines, events, exits, mounts, options, sys};
+use crate::sys;
+use crate::ttrpc::events;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
 
 impl Shim {
     /// Creates a container.

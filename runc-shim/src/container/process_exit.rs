@@ -7,16 +7,16 @@ use protobuf::MessageField;
 
 use crate::container::state::{Event, State};
 use crate::error::Error;
-use crate::events;
 use crate::exec;
 use crate::exits::Exit;
 use crate::io::logger;
+use crate::io::process_streams::ProcessStreams;
 use crate::io::stream::Stream;
 use crate::process_key::ProcessKey;
-use crate::process_streams::ProcessStreams;
-use crate::response;
 use crate::shim::Shim;
 use crate::sys;
+use crate::ttrpc::events;
+use crate::ttrpc::response;
 
 impl Shim {
     /// Handles the exit of a process of a container.

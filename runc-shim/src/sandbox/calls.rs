@@ -7,15 +7,16 @@ use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::types::task::Status;
 use protobuf::MessageField;
 
+use crate::container::create;
 use crate::error::{Code, Error};
 use crate::exits::{Exit, UNKNOWN, has_ended};
-use crate::process_streams::WAITERS;
-use crate::request::{Request, task_of};
-use crate::response::{self, Answer};
+use crate::io::process_streams::WAITERS;
 use crate::sandbox::{PauseProcess, Sandbox, Stage};
-use crate::server::Reply;
 use crate::shim::Shim;
-use crate::{create, events};
+use crate::ttrpc::events;
+use crate::ttrpc::request::{Request, task_of};
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
 
 impl Shim {
     /// Sets the pause process of the sandbox. Succeeds if it is already set to the same process.

@@ -1,5 +1,12 @@
 //! The OCI runtime's command line. A command runs as a child while the main loop continues.
 
+pub mod command;
+pub mod descendants;
+pub mod helper;
+pub mod job;
+pub mod options;
+pub mod output_pipe;
+
 use std::env;
 use std::ffi::{CString, OsString};
 use std::fs::File;
@@ -10,9 +17,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::MemfdFlags;
 
-use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
-use crate::output_pipe::OutputPipe;
+use crate::runtime::command::Command;
+use crate::runtime::output_pipe::OutputPipe;
 use crate::sys;
 
 /// The descriptors of a command's log and of its input file.

@@ -8,22 +8,25 @@ use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use rustix::event::epoll::EventFlags;
 
-use crate::command::Command;
+use crate::container::deadlines;
 use crate::container::state::{Event, Notice};
 use crate::error::{Code, Context as _, Error};
 use crate::exits::Exit;
-use crate::helper::{self, Action, Work};
 use crate::io::Stdio;
 use crate::io::console::ConsoleSocket;
-use crate::job::{Job, Purpose};
-use crate::output_pipe::{Progress, Watch};
 use crate::process_key::ProcessKey;
 use crate::reactor::{Source, UNWATCHED_WAIT};
-use crate::response::{self, Answer};
+use crate::root::mark;
+use crate::runtime::command::Command;
+use crate::runtime::helper::{self, Action, Work};
+use crate::runtime::job::{Job, Purpose};
+use crate::runtime::options;
+use crate::runtime::output_pipe::{Progress, Watch};
 use crate::runtime::{self, Place};
-use crate::server::Reply;
 use crate::shim::Shim;
-use crate::{deadlines, events, mark, options};
+use crate::ttrpc::events;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
 
 impl Shim {
     /// Starts a command of the runtime. A container is busy until a command for it, and not for one

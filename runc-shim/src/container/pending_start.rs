@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::io::Prepared;
 use crate::process_key::ProcessKey;
-use crate::server::Reply;
+use crate::ttrpc::server::Reply;
 
 /// The start of a process that waits for its logging program to be ready.
 #[derive(Debug)]

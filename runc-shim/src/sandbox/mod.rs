@@ -10,6 +10,8 @@
 //!                     +---------------+----------------------------------------------+
 //! ```
 
+mod calls;
+
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
@@ -25,8 +27,8 @@ use crate::error::{Code, Context as _, Error};
 use crate::exits::{Exit, has_ended, start_time};
 use crate::process_key;
 use crate::reactor::{Reactor, Source};
-use crate::response::{self, Answer};
-use crate::server::Reply;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
 
 /// The daemon's own service at a pod's socket. A shim without it answers UNIMPLEMENTED.
 pub const SERVICE: &str = "pause_sandboxer.shim.v1.Sandbox";

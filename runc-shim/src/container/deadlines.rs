@@ -16,11 +16,14 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use crate::container::Container;
 use crate::error::{Code, Error};
-use crate::job::{Job, Purpose};
-use crate::request::Request;
-use crate::server::Reply;
+use crate::log;
+use crate::root::mark;
+use crate::runtime::descendants;
+use crate::runtime::job::{Job, Purpose};
 use crate::shim::Shim;
-use crate::{descendants, log, mark, sys};
+use crate::sys;
+use crate::ttrpc::request::Request;
+use crate::ttrpc::server::Reply;
 
 /// How long commands may delay the announcement of a container's exit. An exec may have succeeded
 /// before the exit: its command has the time to end by itself.

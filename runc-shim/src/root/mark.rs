@@ -7,7 +7,7 @@ use std::path::Path;
 use process_identity::device_and_inode;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::processes;
+use crate::exits;
 
 /// Its value is containerd's namespace and the container's id.
 const VARIABLE: &str = "PAUSE_SANDBOXER_MOUNTS_FOR";
@@ -33,7 +33,7 @@ pub fn is_on(pid: i32, entry: &str) -> bool {
 /// The pidfds of all processes with this mark, except this process. May block.
 pub fn marked(entry: &str) -> Vec<OwnedFd> {
     let own = rustix::process::getpid();
-    let pids = processes::pids().filter_map(Pid::from_raw).filter(|pid| *pid != own);
+    let pids = exits::pids().filter_map(Pid::from_raw).filter(|pid| *pid != own);
     let marked = pids.filter_map(|pid| {
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
         // With the pidfd open, because the pid may have been reused before.

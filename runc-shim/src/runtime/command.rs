@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use crate::error::{Code, Error};
 use crate::exits::{self, Exit};
-use crate::output_pipe::{self, OutputPipe, Progress, Watch};
+use crate::runtime::output_pipe::{self, OutputPipe, Progress, Watch};
 
 /// A command that was started.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use crate::io::Stdio;
 use crate::io::stream::Stream;
-use crate::server::Reply;
+use crate::ttrpc::server::Reply;
 
 /// Maximum number of calls that wait for the exit of one process.
 pub const WAITERS: usize = 1024;

@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use crate::command::Command;
 use crate::error::Error;
 use crate::io::console::ConsoleSocket;
 use crate::process_key::ProcessKey;
-use crate::server::Reply;
+use crate::runtime::command::Command;
+use crate::ttrpc::server::Reply;
 
 /// A running command or helper, and the caller that waits for it.
 #[derive(Debug)]
