@@ -12,7 +12,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
 use crate::arguments::Arguments;
-use crate::container;
+use crate::container::config::Config;
 use crate::error::{Code, Context as _, Error};
 use crate::exits::{self, Exit};
 use crate::log;
@@ -84,7 +84,7 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     };
     let first = delete();
     // A runtime that was killed may have left a cgroup of which it has no state.
-    let cgroup = container::cgroup_of(&bundle, &arguments.id);
+    let cgroup = Config::read(&bundle).cgroup(&arguments.id);
     let removed = cgroup.map_or(Ok(()), |cgroup| cgroup.remove().context("remove cgroup"));
     removed.unwrap_or_else(failed);
     // The first attempt may have failed because of the cgroup.

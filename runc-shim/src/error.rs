@@ -35,6 +35,11 @@ impl Error {
         Self::new(Code::FAILED_PRECONDITION, message)
     }
 
+    /// The error of a call whose deadline has passed.
+    pub fn deadline_passed() -> Self {
+        Self::new(Code::DEADLINE_EXCEEDED, "the deadline of the call has passed")
+    }
+
     /// The same error with `what` in front of its message.
     pub fn context(self, what: impl fmt::Display) -> Self {
         Self { message: format!("{what}: {}", self.message), ..self }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use protobuf::well_known_types::any::Any;
 
 use crate::cgroup::{self, Cgroup};
-use crate::container;
+use crate::container::config::Config;
 use crate::error::Error;
 use crate::exec;
 use crate::io::logger::Program;
@@ -65,7 +65,8 @@ pub fn process_json(spec: &[u8], terminal: bool) -> Result<Vec<u8>, String> {
 
 /// Whether a `config.json` asks for a new PID namespace, and its cgroup path.
 pub fn config(text: &[u8]) -> (bool, String) {
-    container::fuzzed_config(text)
+    let config = Config::parse(text);
+    (config.own_pid_namespace, config.cgroups_path)
 }
 
 /// The last error of the runtime's log.

@@ -3,8 +3,8 @@
 //! each container with streams has a thread that copies them.
 
 mod arguments;
-mod calls;
 mod cgroup;
+mod children;
 mod cleanup;
 mod container;
 mod error;
@@ -14,12 +14,12 @@ mod exits;
 pub mod fuzzing;
 mod io;
 mod log;
-mod main_loop;
 mod process_key;
 mod reactor;
 mod root;
 mod runtime;
 mod sandbox;
+mod services;
 mod shim;
 mod signals;
 mod sys;

@@ -30,13 +30,13 @@ pub enum Source {
     Stream(u32),
     /// Notifications of the copier threads, or commands for one of them.
     Copier,
-    /// The ready descriptor of a logging program, by the id of the pending start.
+    /// The ready descriptor of a logging program, by its pid.
     Logger(u32),
-    /// OOM notifications of a container's cgroup, by the id of the watch.
+    /// OOM notifications of a container's cgroup, by the pid of the container's first process.
     OomWatch(u32),
     /// The pidfd of the pause process.
     PauseProcess,
-    /// The log or the output of a running command, by the id of the pipe.
+    /// The log or the output of a running command, by its pid.
     Output(u32),
 }
 

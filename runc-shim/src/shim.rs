@@ -1,78 +1,54 @@
-//! The shim: its whole state. The calls and the main loop are in the files that import this one.
+//! The shim: the main loop, and the way of each call to its container.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use containerd_shim_protos::events::task::TaskCreate;
-use rustix::event::epoll::EventFlags;
+use containerd_shim_protos::api;
 
-use crate::cgroup::oom_watch::OomWatch;
-use crate::container::Container;
-use crate::container::pending_start::PendingStart;
-use crate::container::state::State;
-use crate::error::{Context as _, Error};
-use crate::exec::Exec;
-use crate::exits::Exits;
-use crate::io::copiers::Copiers;
-use crate::io::process_streams::ProcessStreams;
-use crate::process_key::ProcessKey;
-use crate::reactor::{Reactor, Source};
-use crate::runtime::job::Job;
-use crate::sandbox::Sandbox;
+use crate::children::Child;
+use crate::container::{self, Container};
+use crate::error::{Code, Context as _, Error};
+use crate::exits::{self, Exit};
+use crate::log;
+use crate::reactor::Source;
+use crate::sandbox::{PauseProcess, Sandbox};
+use crate::services::Services;
 use crate::signals::Signals;
-use crate::ttrpc::events::Events;
-use crate::ttrpc::server::Server;
+use crate::ttrpc::request::{self, Request, task_of};
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::{Call, Reply};
 
 /// How long the shutdown waits until containerd has received the last events, and until running
 /// commands of the runtime have ended.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Maximum number of exits that are handled before other work.
+const MAX_EXITS_AT_ONCE: usize = 256;
+
 /// The shim.
 #[derive(Debug)]
 pub struct Shim {
-    /// The epoll instance of the main loop.
-    pub reactor: Reactor,
-    /// The ttrpc server.
-    pub server: Server,
-    /// The queue of events for containerd.
-    pub events: Events,
-    /// Exits of unknown children.
-    pub exits: Exits,
-    /// The threads that copy the processes' streams.
-    pub copiers: Copiers,
-    /// containerd's namespace.
-    pub namespace: String,
     /// The pod's sandbox id.
-    pub id: String,
+    id: String,
+    services: Services,
     /// The containers by their ids.
-    pub containers: BTreeMap<String, Container>,
-    /// The TaskCreate events of containers that are being created; sent when that has succeeded.
-    pub create_events: BTreeMap<String, TaskCreate>,
-    /// Running commands of the runtime and helpers, by their pids.
-    pub jobs: BTreeMap<i32, Job>,
-    /// The containers' processes by their pids.
-    pub processes: BTreeMap<i32, ProcessKey>,
-    /// Starts of processes that wait for a logging program to be ready, by their ids.
-    pub pending_starts: BTreeMap<u32, PendingStart>,
-    /// Running logging programs by their pids, and when SIGKILL follows, if SIGTERM was sent.
-    pub loggers: BTreeMap<i32, Option<Instant>>,
+    containers: BTreeMap<String, Container>,
     /// The pod's sandbox, once the daemon has set its pause process.
-    pub sandbox: Option<Sandbox>,
-    /// Watches for OOM kills in the containers' cgroups, by their ids.
-    pub oom_watches: BTreeMap<u32, OomWatch>,
-    /// The id that was assigned last, to a console socket, a pending start or a memory watch.
-    pub last_id: u32,
-    /// Shutdown was requested: the shim exits when all work is done, at the latest at this time.
-    pub shutdown_deadline: Option<Instant>,
+    sandbox: Option<Sandbox>,
     /// SIGCHLD, SIGTERM and SIGINT.
-    pub signals: Signals,
+    signals: Signals,
     /// There may be unhandled exits although no SIGCHLD is pending.
-    pub more_exits: bool,
+    more_exits: bool,
+    /// Shutdown was requested: the shim exits when all work is done, at the latest at this time.
+    shutdown_deadline: Option<Instant>,
 }
 
 impl Shim {
     /// A shim that serves on a listening socket and sends events to the socket at `events`.
+    ///
+    /// # Errors
+    /// The kernel refuses a descriptor.
     pub fn new(
         listener: OwnedFd,
         signals: Signals,
@@ -80,81 +56,293 @@ impl Shim {
         id: String,
         events: Option<String>,
     ) -> Result<Self, Error> {
-        let reactor = Reactor::new().context("make epoll instance")?;
-        reactor.add(&signals, Source::Signals, EventFlags::IN).context("watch signals")?;
-        Ok(Self {
-            server: Server::new(listener, &reactor).context("serve")?,
-            events: Events::new(events, namespace.clone()),
-            exits: Exits::default(),
-            copiers: Copiers::new(&reactor).context("watch copier threads")?,
-            reactor,
-            namespace,
-            id,
-            containers: BTreeMap::new(),
-            create_events: BTreeMap::new(),
-            jobs: BTreeMap::new(),
-            processes: BTreeMap::new(),
-            pending_starts: BTreeMap::new(),
-            loggers: BTreeMap::new(),
-            sandbox: None,
-            oom_watches: BTreeMap::new(),
-            last_id: 0,
-            shutdown_deadline: None,
-            signals,
-            more_exits: false,
-        })
+        let services = Services::new(listener, namespace, events)?;
+        services.watch(&signals, Source::Signals).context("watch signals")?;
+        let (containers, sandbox) = Default::default();
+        let (more_exits, shutdown_deadline) = Default::default();
+        Ok(Self { id, services, containers, sandbox, signals, more_exits, shutdown_deadline })
+    }
+
+    /// Runs until it is shut down.
+    ///
+    /// # Errors
+    /// epoll or a copier thread has failed.
+    pub fn run(mut self) -> Result<(), Error> {
+        while !self.may_exit() {
+            let until = self.deadline();
+            let ready = self.services.reactor().wait(until).context("wait")?;
+            for source in ready {
+                self.ready(source);
+            }
+            for (id, stream) in self.services.copiers().take_ended().context("copy streams")? {
+                self.with(&id, |it, services| it.stream_ended(services, stream));
+            }
+            self.handle_timeouts();
+        }
+        Ok(())
+    }
+
+    fn may_exit(&self) -> bool {
+        let is_idle = self.services.is_idle();
+        self.shutdown_deadline.is_some_and(|at| is_idle || at <= Instant::now())
     }
 
     /// Requests the shutdown: the shim exits when all events, answers and streams are delivered and
     /// no command runs, or after [`SHUTDOWN_TIMEOUT`]. Callers that connect from now on wait for
     /// the next shim.
-    pub fn begin_shutdown(&mut self) {
-        self.server.stop_accepting(&self.reactor);
+    fn begin_shutdown(&mut self) {
+        let (server, reactor) = self.services.server();
+        server.stop_accepting(reactor);
         self.shutdown_deadline.get_or_insert(Instant::now() + SHUTDOWN_TIMEOUT);
     }
 
-    /// A new id for a console socket, a pending start, a memory watch or a pipe.
-    pub fn new_id(&mut self) -> u32 {
-        self.last_id = self.last_id.wrapping_add(1);
-        self.last_id
+    /// Has a container do something, and then executes the calls that have waited for it.
+    fn with(&mut self, id: &str, work: impl FnOnce(&mut Container, &mut Services)) {
+        if let Some(container) = self.containers.get_mut(id) {
+            work(container, &mut self.services);
+        }
+        self.tidy(id);
+        self.run_released();
     }
 
-    /// A container whose creation has succeeded.
-    pub fn container(&mut self, id: &str) -> Result<&mut Container, Error> {
-        let container = self.containers.get_mut(id);
-        container
-            .filter(|it| !matches!(it.state, State::Creating | State::Discarding))
-            .ok_or_else(|| Error::not_found("container not created"))
-    }
-
-    /// An exec of a container.
-    pub fn exec(&mut self, key: &ProcessKey) -> Result<&mut Exec, Error> {
-        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
-        self.container(&key.id)?.execs.get_mut(&key.exec).ok_or_else(missing)
-    }
-
-    /// The streams of a process.
-    pub fn process(&mut self, key: &ProcessKey) -> Result<&mut ProcessStreams, Error> {
-        if key.exec.is_empty() {
-            Ok(&mut self.container(&key.id)?.process)
-        } else {
-            Ok(&mut self.exec(key)?.process)
+    /// Removes a container that is deleted.
+    fn tidy(&mut self, id: &str) {
+        if self.containers.get(id).is_some_and(Container::is_gone) {
+            self.containers.remove(id);
         }
     }
 
-    /// A container in any state, unlike [`Shim::container`].
-    pub fn container_in_any_state(&mut self, key: &ProcessKey) -> Result<&mut Container, Error> {
-        let missing = || Error::not_found("container not created");
-        self.containers.get_mut(&key.id).ok_or_else(missing)
+    fn run_released(&mut self) {
+        loop {
+            let calls = self.services.take_released();
+            if calls.is_empty() {
+                return;
+            }
+            for (reply, request) in calls {
+                self.dispatch(reply, request);
+            }
+        }
     }
 
-    /// The streams of a process of a container in any state, unlike [`Shim::process`].
-    pub fn process_in_any_state(&mut self, key: &ProcessKey) -> Result<&mut ProcessStreams, Error> {
-        if key.exec.is_empty() {
-            return Ok(&mut self.container_in_any_state(key)?.process);
+    fn ready(&mut self, source: Source) {
+        match source {
+            Source::Listener => {
+                let (server, reactor) = self.services.server();
+                server.accept(reactor);
+            }
+            Source::Signals => self.signalled(),
+            Source::Events => {
+                let (events, reactor) = self.services.events();
+                events.ready(reactor);
+            }
+            Source::Connection(id) => {
+                let (server, reactor) = self.services.server();
+                for call in server.ready(id, reactor) {
+                    self.call(call);
+                }
+            }
+            // `run` handles ended streams next; the copier threads handle the streams.
+            Source::Copier | Source::Stream(_) => {}
+            Source::Logger(pid) | Source::OomWatch(pid) | Source::Output(pid) => {
+                self.child_ready(source, pid);
+            }
+            Source::PauseProcess => {
+                if let Some(sandbox) = &mut self.sandbox {
+                    sandbox.process_ready(&mut self.services);
+                }
+            }
         }
-        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
-        let exec = self.container_in_any_state(key)?.execs.get_mut(&key.exec);
-        exec.map(|exec| &mut exec.process).ok_or_else(missing)
+    }
+
+    /// Handles a descriptor that belongs to a child.
+    fn child_ready(&mut self, source: Source, pid: u32) {
+        let Ok(pid) = i32::try_from(pid) else { return };
+        let Some(child) = self.services.children().find(pid) else { return };
+        let (Child::Command(key) | Child::Process(key) | Child::Logger(key, _)) = child;
+        let id = key.id.clone();
+        self.with(&id, |it, services| match source {
+            Source::Logger(_) => it.logger_ready(services, pid),
+            Source::OomWatch(_) => it.oom_event(services),
+            _ => it.output_ready(services, pid),
+        });
+    }
+
+    /// Handles pending signals. On SIGTERM and SIGINT the shim shuts down; its containers keep
+    /// running.
+    fn signalled(&mut self) {
+        if let Some(signal) = self.signals.take() {
+            let left = self.containers.len();
+            log::warn(format_args!("shim exits on {signal}; remaining containers: {left}"));
+            self.begin_shutdown();
+        }
+        self.reap();
+    }
+
+    /// Handles at most [`MAX_EXITS_AT_ONCE`] exits, so that a container which causes exits faster
+    /// than they are reaped does not block other work.
+    fn reap(&mut self) {
+        for _ in 0..MAX_EXITS_AT_ONCE {
+            let Some((pid, exit)) = exits::next_exited() else {
+                self.more_exits = false;
+                return;
+            };
+            self.child_ended(pid, exit);
+            exits::reap(pid);
+        }
+        self.more_exits = true;
+    }
+
+    fn child_ended(&mut self, pid: i32, exit: Exit) {
+        match self.services.children().ended(pid, exit) {
+            None => {}
+            Some(Child::Command(key)) => {
+                self.with(&key.id, |it, services| it.command_ended(services, pid, exit));
+            }
+            Some(Child::Process(key)) => {
+                self.with(&key.id, |it, services| it.process_exited(services, &key, exit));
+            }
+            Some(Child::Logger(key, _)) => {
+                self.with(&key.id, |it, services| it.logger_ended(services, &key, pid));
+            }
+        }
+    }
+
+    /// When [`Shim::handle_timeouts`] has work to do at the latest.
+    fn deadline(&mut self) -> Option<Instant> {
+        if self.more_exits {
+            return Some(Instant::now());
+        }
+        let containers = self.containers.values().filter_map(Container::deadline).min();
+        let sandbox = self.sandbox.as_ref().and_then(Sandbox::deadline);
+        let children = self.services.children().deadline();
+        let server = self.services.server().0.deadline();
+        let events = self.services.events().0.deadline();
+        let all = [containers, sandbox, children, server, events, self.shutdown_deadline];
+        all.into_iter().flatten().min()
+    }
+
+    /// Handles all deadlines that have passed.
+    fn handle_timeouts(&mut self) {
+        let now = Instant::now();
+        if self.more_exits {
+            self.reap();
+        }
+        let (server, reactor) = self.services.server();
+        if server.deadline().is_some_and(|at| at <= now) {
+            server.retry(reactor);
+        }
+        let (events, reactor) = self.services.events();
+        if events.deadline().is_some_and(|at| at <= now) {
+            events.retry(reactor);
+        }
+        self.services.children().kill_late_loggers(now);
+        if let Some(sandbox) = &mut self.sandbox {
+            sandbox.end_late_calls(&mut self.services, now);
+        }
+        let mut due = Vec::new();
+        for (id, container) in &mut self.containers {
+            container.read_unwatched_output();
+            if container.deadline().is_some_and(|at| at <= now) {
+                due.push(id.clone());
+            }
+        }
+        for id in due {
+            self.with(&id, |it, services| it.handle_timeouts(services, now));
+        }
+    }
+
+    /// Decodes and executes a call.
+    fn call(&mut self, call: Call) {
+        let Call { reply, request } = call;
+        let decoded = request::decode(&request.service, &request.method, &request.payload);
+        drop(request);
+        match decoded {
+            Ok(request) => self.dispatch(reply, request),
+            Err(e) => self.services.respond(reply, Err(e)),
+        }
+        self.run_released();
+    }
+
+    /// Executes a request and answers it, unless it is answered later.
+    fn dispatch(&mut self, reply: Reply, request: Request) {
+        let answer = self.act(reply, request);
+        self.services.respond(reply, answer);
+    }
+
+    fn act(&mut self, reply: Reply, request: Request) -> Answer {
+        match request {
+            Request::SetPause(pause) => return self.set_pause(pause),
+            Request::Shutdown => return self.shutdown(),
+            Request::Connect(r) => return self.connect(&r.id),
+            _ => {}
+        }
+        let (id, exec) = task_of(&request);
+        if exec.is_empty() && id == self.id && (self.sandbox.is_some() || request.is_create()) {
+            // The sandbox is not a container that the runtime could create.
+            let unset = || Error::state("pause process not set");
+            let sandbox = self.sandbox.as_mut().ok_or_else(unset)?;
+            return sandbox.call(&mut self.services, reply, request);
+        }
+        if let Request::Create(request) = request {
+            return self.create(reply, *request);
+        }
+        let id = id.to_owned();
+        let container = self.containers.get_mut(&id).ok_or_else(container::missing)?;
+        let answer = container.call(&mut self.services, reply, request);
+        self.tidy(&id);
+        answer
+    }
+
+    fn create(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {
+        if let Some(there) = self.containers.get(&request.id) {
+            let what = if there.is_discarding() { "is being removed" } else { "exists" };
+            let message = format!("container {} {what}", request.id);
+            return Err(Error::new(Code::ALREADY_EXISTS, message));
+        }
+        if self.shutdown_deadline.is_some() {
+            return Err(Error::new(Code::UNAVAILABLE, "the shim is shutting down"));
+        }
+        let id = request.id.clone();
+        let mut container = Container::new(&request, self.services.namespace())?;
+        let answer = container.create(&mut self.services, reply, request);
+        if !container.is_gone() {
+            self.containers.insert(id, container);
+        }
+        answer
+    }
+
+    /// Sets the pause process of the sandbox. Succeeds if it is already set to the same process.
+    fn set_pause(&mut self, pause: PauseProcess) -> Answer {
+        if pause.id != self.id {
+            let reason = format!("this is the shim of sandbox {}", self.id);
+            return Err(Error::new(Code::INVALID_ARGUMENT, reason));
+        }
+        if let Some(known) = &self.sandbox
+            && known.keeps(&pause)?
+        {
+            return response::empty();
+        }
+        if self.containers.contains_key(&pause.id) {
+            return Err(Error::new(Code::ALREADY_EXISTS, "a container has the sandbox's id"));
+        }
+        self.sandbox = Some(Sandbox::open(pause, self.services.reactor())?);
+        response::empty()
+    }
+
+    fn shutdown(&mut self) -> Answer {
+        if self.containers.is_empty() && !self.sandbox.as_ref().is_some_and(Sandbox::runs) {
+            self.begin_shutdown();
+        }
+        response::empty()
+    }
+
+    fn connect(&self, id: &str) -> Answer {
+        let mut response = api::ConnectResponse::new();
+        response.shim_pid = std::process::id();
+        let container = self.containers.get(id).filter(|it| it.is_created());
+        let sandbox = self.sandbox.as_ref().and_then(|sandbox| sandbox.task_pid(id));
+        let pid = container.map(Container::pid).or(sandbox);
+        response.task_pid = pid.unwrap_or_default();
+        response::now(&response)
     }
 }

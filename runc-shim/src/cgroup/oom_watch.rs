@@ -14,14 +14,7 @@ use crate::reactor::{Reactor, Source};
 
 /// A watch for OOM kills in a container's cgroup.
 #[derive(Debug)]
-pub struct OomWatch {
-    /// The container's id.
-    pub id: String,
-    kind: Kind,
-}
-
-#[derive(Debug)]
-enum Kind {
+pub enum OomWatch {
     /// Version 1: an eventfd to which the kernel writes; the path of the cgroup.
     EventFd(OwnedFd, PathBuf),
     /// Version 2: `memory.events`, and the highest count of kills that was read.
@@ -29,41 +22,43 @@ enum Kind {
 }
 
 impl OomWatch {
-    /// Opens a watch; `None`: the container has no memory cgroup.
-    pub fn new(id: &str, cgroup: &Cgroup) -> Result<Option<Self>, Error> {
+    /// Opens a watch, which epoll reports as `source`; `None`: the container has no memory cgroup.
+    ///
+    /// # Errors
+    /// A file of the cgroup cannot be opened, or the kernel refuses the watch.
+    pub fn new(cgroup: &Cgroup, reactor: &Reactor, source: Source) -> Result<Option<Self>, Error> {
         let Some(path) = cgroup.controller("memory") else { return Ok(None) };
-        let kind = match cgroup {
-            Cgroup::V1(_) => Kind::EventFd(oom_eventfd(path)?, path.to_owned()),
-            Cgroup::V2(_) => {
-                let path = path.join("memory.events");
-                let file = File::open(&path).context(format_args!("open {}", path.display()))?;
-                let kills = kills(&file);
-                Kind::MemoryEvents(file, kills)
+        Ok(Some(match cgroup {
+            Cgroup::V1(_) => {
+                let counter = oom_eventfd(path)?;
+                reactor.add(&counter, source, EventFlags::IN)?;
+                Self::EventFd(counter, path.to_owned())
             }
-        };
-        Ok(Some(Self { id: id.to_owned(), kind }))
+            Cgroup::V2(_) => {
+                let watch = Self::memory_events(&path.join("memory.events"))?;
+                if let Self::MemoryEvents(file, _) = &watch {
+                    reactor.add(file, source, EventFlags::PRI | EventFlags::ET)?;
+                }
+                watch
+            }
+        }))
     }
 
-    /// Adds the watch to epoll.
-    pub fn add_to(&self, reactor: &Reactor, source: Source) -> Result<(), Error> {
-        match &self.kind {
-            Kind::EventFd(fd, _) => reactor.add(fd, source, EventFlags::IN)?,
-            Kind::MemoryEvents(fd, _) => {
-                reactor.add(fd, source, EventFlags::PRI | EventFlags::ET)?
-            }
-        }
-        Ok(())
+    fn memory_events(path: &Path) -> Result<Self, Error> {
+        let file = File::open(path).context(format_args!("open {}", path.display()))?;
+        let kills = kills(&file);
+        Ok(Self::MemoryEvents(file, kills))
     }
 
     /// Whether a process was killed since the last call.
     pub fn has_killed(&mut self) -> bool {
-        match &mut self.kind {
-            Kind::EventFd(counter, path) => {
+        match self {
+            Self::EventFd(counter, path) => {
                 let mut count = [0; 8];
                 // The kernel also writes when the cgroup is removed.
                 matches!(rustix::io::read(counter.as_fd(), &mut count), Ok(8)) && path.exists()
             }
-            Kind::MemoryEvents(file, known) => {
+            Self::MemoryEvents(file, known) => {
                 // A count that cannot be read is 0, which must not lower the known count.
                 let kills = kills(file);
                 let more = kills > *known;
@@ -103,8 +98,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("memory.events");
         fs::write(&path, "low 0\nhigh 0\nmax 9\noom 8\noom_kill 0\noom_group_kill 5\n").unwrap();
-        let cgroup = Cgroup::V2(dir.path().to_owned());
-        let mut watch = OomWatch::new("a", &cgroup).unwrap().unwrap();
+        let mut watch = OomWatch::memory_events(&path).unwrap();
         assert!(!watch.has_killed());
         fs::write(&path, "max 9\noom 8\noom_kill 2\n").unwrap();
         assert!(watch.has_killed());

@@ -1,233 +1,232 @@
-//! Delete of containers and execs.
+//! Delete of containers and execs. [`Container::delete_next`] has the order of the steps.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use protobuf::MessageField;
 
-use crate::container::create::pid_file;
-use crate::container::state::{self, Event, State};
+use super::state::{self, Event, State};
+use super::steps::Step;
+use super::{Container, missing};
 use crate::error::Error;
 use crate::exec;
-use crate::exits;
+use crate::exits::Exit;
 use crate::process_key::ProcessKey;
 use crate::runtime::helper::Action;
-use crate::runtime::job::{Attempt, Purpose};
-use crate::shim::Shim;
+use crate::services::Services;
 use crate::ttrpc::events;
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
-/// How long a deletion waits for the last output, and for the exit of the logging program.
-const DRAIN: Duration = Duration::from_secs(10);
+/// A step of the deletion of a container.
+#[derive(Debug)]
+pub enum Deletion {
+    /// The runtime deletes the container.
+    Runtime(Attempt),
+    /// A helper removes the cgroup of a container that the runtime failed to delete with this
+    /// error, or does not know because it was killed.
+    Cgroup(Error),
+    /// A helper unmounts the root file system of the deleted container.
+    Mounts,
+}
 
-impl Shim {
-    /// Deletes a container.
-    pub fn delete(&mut self, reply: Reply, id: &str) -> Answer {
-        let key = ProcessKey::new(id, "");
-        let container = self.container_in_any_state(&key)?;
-        if container.state == State::Discarding {
-            return self.discard(&key, Some(reply), None);
+/// An attempt of the runtime to delete a container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attempt {
+    /// The first attempt. If it fails, the shim removes the cgroup.
+    First,
+    /// The attempt after the removal of the cgroup.
+    Last,
+}
+
+impl Container {
+    /// Deletes the container, when its last output is copied.
+    pub(super) fn delete(&mut self, services: &mut Services, reply: Reply) -> Answer {
+        if self.state == State::Discarding {
+            return self.discard(services, Some(reply), None);
         }
-        let (next, _) = state::step(container.state, Event::Delete).map_err(Error::state)?;
-        container.state = next;
+        let (next, _) = state::step(self.state, Event::Delete).map_err(Error::state)?;
+        self.state = next;
         // A container that was never started has not exited: the deletion kills its process.
-        let has_exited = container.state.exit().is_some();
-        if has_exited && self.is_draining(&key) {
-            let container = self.container(id)?;
-            container.drain = Some((reply, Instant::now() + DRAIN));
-            container.busy.get_or_insert_default();
+        let has_exited = self.state.exit().is_some();
+        if has_exited && self.process.drain(services.copiers(), &self.key.id, reply)? {
             return Ok(None);
         }
-        self.run_delete(&key, Some(reply), Attempt::First)
+        self.run_delete(services, Some(reply), Attempt::First)
     }
 
-    /// Whether the last output of a process is being copied, or is read by its logging program.
-    pub fn is_draining(&mut self, key: &ProcessKey) -> bool {
-        let Ok(process) = self.process_in_any_state(key) else { return false };
-        let (has_logger, streams) = (process.logger.is_some(), process.streams.clone());
-        has_logger || streams.into_iter().any(|stream| self.copiers.is_copying(&key.id, stream))
-    }
-
-    /// Continues a deletion when the process is drained, or after [`DRAIN`].
-    pub fn drained(&mut self, key: &ProcessKey) {
-        let Some(container) = self.containers.get_mut(&key.id) else { return };
-        let is_exec = !key.exec.is_empty();
-        let drain = if is_exec {
-            container.execs.get_mut(&key.exec).and_then(|exec| exec.drain.take())
-        } else {
-            container.drain.take()
-        };
-        let Some((reply, _)) = drain else { return };
-        let answer = if is_exec {
-            self.remove_exec(key)
-        } else {
-            self.run_delete(key, Some(reply), Attempt::First)
-        };
-        self.respond(reply, answer);
-        self.release(key);
-    }
-
-    fn run_delete(&mut self, key: &ProcessKey, reply: Option<Reply>, attempt: Attempt) -> Answer {
-        let run = self.run_for(key.clone(), reply, Purpose::Delete(attempt), &["delete", &key.id]);
-        run.map(|()| None).or_else(|e| self.delete_failed(key, e))
-    }
-
-    /// Continues a deletion after the runtime has deleted the container, or has failed to.
-    pub fn runtime_deleted(
+    fn run_delete(
         &mut self,
-        key: &ProcessKey,
+        services: &mut Services,
         reply: Option<Reply>,
         attempt: Attempt,
+    ) -> Answer {
+        let key = self.key.clone();
+        let mut arguments = vec!["delete"];
+        arguments.extend(self.must_force.then_some("--force"));
+        arguments.push(&key.id);
+        let step = Step::Delete(Deletion::Runtime(attempt));
+        let run = self.run(services, &key, reply, step, &arguments);
+        run.map(|()| None).or_else(|e| self.delete_failed(services, e))
+    }
+
+    /// Continues after a step has ended, with the next one.
+    pub(super) fn delete_next(
+        &mut self,
+        services: &mut Services,
+        reply: Option<Reply>,
+        ended: Deletion,
         done: Result<(), Error>,
     ) -> Answer {
-        let container = self.container_in_any_state(key)?;
-        let begun = match done {
+        let begun = match (ended, done) {
             // If the runtime does not know the container, a checkpoint that stops the container has
             // deleted it.
-            Err(e) if container.runtime.knows(&key.id) => match attempt {
-                // runc removes no cgroup whose path is too long for a system call.
-                Attempt::First => {
-                    let purpose = Purpose::RemoveCgroup(e.clone());
-                    self.run_remove_cgroup(key, reply, purpose).map_err(|_| e)
+            (Deletion::Runtime(attempt), Err(e)) if self.runtime.knows(&self.key.id) => {
+                if attempt == Attempt::First {
+                    // runc removes no cgroup whose path is too long for a system call.
+                    let step = Step::Delete(Deletion::Cgroup(e.clone()));
+                    self.run_remove_cgroup(services, reply, step).map_err(|_| e)
+                } else {
+                    Err(e)
                 }
-                Attempt::Last => Err(e),
-            },
-            _ if container.may_have_left_cgroup => {
+            }
+            (Deletion::Runtime(_), _) if self.may_have_left_cgroup => {
                 let reason = Error::unknown("the runtime was killed");
-                self.run_remove_cgroup(key, reply, Purpose::RemoveCgroup(reason))
+                self.run_remove_cgroup(services, reply, Step::Delete(Deletion::Cgroup(reason)))
             }
-            _ if container.rootfs.is_some() => {
-                self.run_helper(key.clone(), reply, Purpose::Unmount, Action::Unmount, None)
+            (Deletion::Runtime(_), _) if self.has_rootfs => {
+                let step = Step::Delete(Deletion::Mounts);
+                self.run_helper(services, reply, step, Action::Unmount, None)
             }
-            _ => return self.deleted(key),
-        };
-        begun.map(|()| None).or_else(|e| self.delete_failed(key, e))
-    }
-
-    /// Continues after a helper has removed the cgroup of a container that the runtime could not
-    /// delete, or has failed to.
-    pub fn cgroup_removed(
-        &mut self,
-        key: &ProcessKey,
-        reply: Option<Reply>,
-        reason: Error,
-        done: Result<(), Error>,
-    ) -> Answer {
-        match done {
-            Ok(()) => {
-                self.container_in_any_state(key)?.may_have_left_cgroup = false;
-                self.run_delete(key, reply, Attempt::Last)
+            (Deletion::Cgroup(_), Ok(())) => {
+                self.may_have_left_cgroup = false;
+                return self.run_delete(services, reply, Attempt::Last);
             }
-            Err(e) => {
+            (Deletion::Cgroup(reason), Err(e)) => {
                 let message = format!("{reason}; {e}");
-                self.delete_failed(key, Error { message, ..reason })
+                Err(Error { message, ..reason })
             }
-        }
+            (Deletion::Mounts, Err(e)) => Err(e),
+            (Deletion::Runtime(_), _) | (Deletion::Mounts, Ok(())) => {
+                return self.deleted(services);
+            }
+        };
+        begun.map(|()| None).or_else(|e| self.delete_failed(services, e))
     }
 
-    /// Continues after a helper has unmounted the root file system of a deleted container, or has
-    /// failed to.
-    pub fn unmounted(&mut self, key: &ProcessKey, done: Result<(), Error>) -> Answer {
-        done.or_else(|e| self.delete_failed(key, e).map(drop))?;
-        self.deleted(key)
-    }
-
-    fn delete_failed(&mut self, key: &ProcessKey, e: Error) -> Answer {
-        self.change(key, Event::Failed);
+    fn delete_failed(&mut self, services: &mut Services, e: Error) -> Answer {
+        self.change(services, Event::Failed);
         Err(e)
     }
 
-    fn deleted(&mut self, key: &ProcessKey) -> Answer {
+    fn deleted(&mut self, services: &mut Services) -> Answer {
         // The deletion kills the process of a container that was never started.
-        self.take_last_exits(&key.id);
-        let state = self.container_in_any_state(key)?.state;
-        let exit = state.exit();
-        let mut event = task_events::TaskDelete::new();
-        event.container_id.clone_from(&key.id);
-        event.pid = response::unsigned(state.pid());
-        let mut response = api::DeleteResponse::new();
-        response.pid = event.pid;
-        if let Some(exit) = exit {
-            (event.exit_status, response.exit_status) = (exit.status, exit.status);
-            event.exited_at = MessageField::some(exit.at());
-            response.exited_at = event.exited_at.clone();
+        for (key, exit) in services.children().take_ended_processes(&self.key.id) {
+            self.process_exited(services, &key, exit);
         }
-        self.events.send(events::DELETE, &event, &self.reactor);
-        self.forget(&key.id);
+        let mut event = task_events::TaskDelete::new();
+        event.container_id.clone_from(&self.key.id);
+        event.pid = self.pid();
+        let mut response = response_of(self.state.pid(), self.state.exit());
+        event.exit_status = response.exit_status;
+        event.exited_at = response.exited_at.clone();
+        response.pid = event.pid;
+        services.send(events::DELETE, &event);
+        self.forget(services);
         response::now(&response)
     }
 
-    /// Handles the exits of a container's processes that were not handled yet.
-    fn take_last_exits(&mut self, id: &str) {
-        let of = self.processes.iter().filter(|(_, key)| key.id == *id);
-        // Execs before the container.
-        let mut ended: Vec<(bool, i32)> =
-            of.map(|(pid, key)| (key.exec.is_empty(), *pid)).collect();
-        ended.sort_unstable();
-        for (_, pid) in ended {
-            if let Some(exit) = exits::exit_of_child(pid)
-                && let Some(key) = self.processes.remove(&pid)
-            {
-                self.process_exited(&key, exit);
-            }
+    /// Closes what belongs to a container that is deleted. Answers the calls that wait for it
+    /// before the deletion itself: containerd then closes the connection.
+    pub(super) fn forget(&mut self, services: &mut Services) {
+        self.unwatch_oom_kills(services);
+        let id = self.key.id.clone();
+        services.children().forget(&id);
+        self.forget_steps(services);
+        let process = std::mem::take(&mut self.process);
+        process.close(services, &id);
+        let mut queued = std::mem::take(&mut self.queue);
+        for (exec_id, exec) in std::mem::take(&mut self.execs) {
+            services.exec_deleted(&ProcessKey::new(&id, &exec_id));
+            let (process, queue) = exec.into_parts();
+            process.close(services, &id);
+            queued.extend(queue);
         }
+        services.copiers().end(&id);
+        for (reply, _) in queued {
+            services.respond(reply, Err(missing()));
+        }
+        self.is_gone = true;
     }
 
-    /// Forgets a container that is deleted.
-    fn forget(&mut self, id: &str) {
-        self.unwatch_oom_kills(id);
-        let Some(container) = self.containers.remove(id) else { return };
-        self.processes.retain(|_, key| key.id != *id);
-        self.close_process(id, container.process);
-        for (exec_id, exec) in container.execs {
-            self.events.exec_deleted(&ProcessKey::new(id, &exec_id));
-            self.close_process(id, exec.process);
-            if let Some((reply, _)) = exec.drain {
-                self.respond(reply, Err(Error::not_found("process was deleted")));
-            }
-            for (reply, request) in exec.queue {
-                self.dispatch(reply, request);
-            }
-        }
-        self.copiers.end(id);
-        // Before the deletion itself is answered: containerd then closes the connection.
-        for (reply, request) in container.busy.unwrap_or_default() {
-            self.dispatch(reply, request);
-        }
-    }
-
-    /// Deletes an exec.
-    pub fn delete_exec(&mut self, reply: Reply, key: &ProcessKey) -> Answer {
+    /// Deletes an exec, when its last output is copied.
+    pub(super) fn delete_exec(
+        &mut self,
+        services: &mut Services,
+        reply: Reply,
+        key: &ProcessKey,
+    ) -> Answer {
         let exec = self.exec(key)?;
-        exec::state::step(exec.state, exec::state::Event::Delete).map_err(Error::state)?;
-        if exec.drain.is_some() {
-            return Err(Error::state("the process is being deleted"));
-        }
-        if self.is_draining(key) {
-            self.exec(key)?.drain = Some((reply, Instant::now() + DRAIN));
+        exec.change(exec::state::Event::Delete)?;
+        if exec.process().drain(services.copiers(), &key.id, reply)? {
             return Ok(None);
         }
-        self.remove_exec(key)
+        self.remove_exec(services, key)
     }
 
-    fn remove_exec(&mut self, key: &ProcessKey) -> Answer {
-        let container = self.container(&key.id)?;
-        let file = pid_file(&container.bundle, key);
+    fn remove_exec(&mut self, services: &mut Services, key: &ProcessKey) -> Answer {
+        let file = self.pid_file(key);
         let missing = || Error::not_found(format!("process does not exist {}", key.exec));
-        let exec = container.execs.remove(&key.exec).ok_or_else(missing)?;
+        let exec = self.execs.remove(&key.exec).ok_or_else(missing)?;
         // An exec that was not started has no pid file.
         let _ = std::fs::remove_file(file);
-        let state = exec.state;
-        self.events.exec_deleted(key);
-        self.close_process(&key.id, exec.process);
-        let mut response = api::DeleteResponse::new();
-        response.pid = response::unsigned(state.pid());
-        if let Some(exit) = state.exit() {
-            response.exit_status = exit.status;
-            response.exited_at = MessageField::some(exit.at());
-        }
-        response::now(&response)
+        let state = exec.state();
+        services.exec_deleted(key);
+        let (process, _) = exec.into_parts();
+        process.close(services, &key.id);
+        response::now(&response_of(state.pid(), state.exit()))
     }
+
+    /// Continues the deletion of a process that has waited for its last output.
+    pub(super) fn drained(&mut self, services: &mut Services, key: &ProcessKey, reply: Reply) {
+        let answer = match key.exec.as_str() {
+            "" => self.run_delete(services, Some(reply), Attempt::First),
+            _ => self.remove_exec(services, key),
+        };
+        services.respond(reply, answer);
+        self.release(services, key);
+    }
+
+    /// Continues a deletion that waits for the last output of a process, if there is none any more.
+    pub(super) fn check_drained(&mut self, services: &mut Services, key: &ProcessKey) {
+        let Ok(process) = self.process(key) else { return };
+        if let Some(reply) = process.take_drained(services.copiers(), &key.id) {
+            self.drained(services, key, reply);
+        }
+    }
+
+    /// Continues the deletions that have waited for too long.
+    pub(super) fn end_late_drains(&mut self, services: &mut Services, now: Instant) {
+        let execs = self.execs.iter_mut();
+        let late = execs.filter_map(|(id, exec)| {
+            Some((ProcessKey::new(&self.key.id, id), exec.process().take_late_drain(now)?))
+        });
+        let mut late: Vec<(ProcessKey, Reply)> = late.collect();
+        late.extend(self.process.take_late_drain(now).map(|reply| (self.key.clone(), reply)));
+        for (key, reply) in late {
+            self.drained(services, &key, reply);
+        }
+    }
+}
+
+/// The answer to the Delete of a process.
+fn response_of(pid: i32, exit: Option<Exit>) -> api::DeleteResponse {
+    let mut response = api::DeleteResponse::new();
+    response.pid = response::unsigned(pid);
+    if let Some(exit) = exit {
+        response.exit_status = exit.status;
+        response.exited_at = MessageField::some(exit.at());
+    }
+    response
 }

@@ -7,16 +7,13 @@ use std::time::{Duration, Instant};
 use containerd_shim_protos::api::DeleteResponse;
 use protobuf::MessageField;
 
-use crate::container::commands;
-use crate::container::state::Event;
-use crate::container::{Container, Retry};
+use super::Container;
+use super::steps::Step;
 use crate::error::Error;
 use crate::exits::{Exit, UNKNOWN};
-use crate::process_key::ProcessKey;
 use crate::runtime;
 use crate::runtime::helper::Action;
-use crate::runtime::job::Purpose;
-use crate::shim::Shim;
+use crate::services::Services;
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
@@ -24,142 +21,91 @@ use crate::ttrpc::server::Reply;
 const FIRST_WAIT: Duration = Duration::from_millis(200);
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-impl Shim {
-    /// Handles a failed creation: removes the leftovers of the container, and then fails the Create
-    /// with `reason`.
-    pub fn create_failed(
-        &mut self,
-        key: &ProcessKey,
-        reply: Option<Reply>,
-        reason: Error,
-    ) -> Answer {
-        self.change(key, Event::CreateFailed);
-        self.create_events.remove(&key.id);
-        self.discard(key, reply, Some(reason))
-    }
+/// The next attempt to remove the leftovers of a container.
+#[derive(Debug, Clone, Copy)]
+pub struct Retry {
+    /// When it is made.
+    pub at: Instant,
+    /// How long the shim waits before it.
+    wait: Duration,
+}
 
-    /// Removes the leftovers of a container that could not be created, one step after another. The
-    /// caller is answered with the reason, or, if it has asked for the deletion, with the result.
-    pub fn discard(
+/// A part of what a failed Create has left, in the order of removal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Left {
+    /// The container of the runtime.
+    Container,
+    /// The cgroup, which a killed command of the runtime has left.
+    Cgroup,
+    /// The mounts of the root file system.
+    Mounts,
+}
+
+impl Container {
+    /// Removes the next part of the leftovers. The caller is answered with the reason of the failed
+    /// Create, or, if it has asked for the deletion, with the result.
+    pub(super) fn discard(
         &mut self,
-        key: &ProcessKey,
+        services: &mut Services,
         reply: Option<Reply>,
         reason: Option<Error>,
     ) -> Answer {
-        let container = self.container_in_any_state(key)?;
-        let begun = if container.runtime.knows(&key.id) {
-            let purpose = Purpose::Discard(reason.clone());
-            self.run_for(key.clone(), reply, purpose, &["delete", "--force", &key.id])
-        } else if container.may_have_left_cgroup {
-            let purpose = Purpose::DiscardCgroup(reason.clone());
-            self.run_remove_cgroup(key, reply, purpose)
-        } else if container.rootfs.is_some() {
-            let purpose = Purpose::DiscardMounts(reason.clone());
-            self.run_helper(key.clone(), reply, purpose, Action::Unmount, None)
+        let key = self.key.clone();
+        let step = |left| Step::Discard(left, reason.clone());
+        let begun = if self.runtime.knows(&key.id) {
+            let arguments = ["delete", "--force", &key.id];
+            self.run(services, &key, reply, step(Left::Container), &arguments)
+        } else if self.may_have_left_cgroup {
+            self.run_remove_cgroup(services, reply, step(Left::Cgroup))
+        } else if self.has_rootfs {
+            self.run_helper(services, reply, step(Left::Mounts), Action::Unmount, None)
         } else {
-            self.forget_discarded(&key.id);
+            self.forget(services);
             return reason.map_or_else(deleted, Err);
         };
-        begun.map(|()| None).or_else(|e| self.discard_failed(key, reason, e))
+        begun.map(|()| None).or_else(|e| self.discard_failed(reason, e))
     }
 
-    /// Starts a helper that removes the cgroup of a container. It needs no bundle: containerd may
-    /// have removed that.
-    pub fn run_remove_cgroup(
+    /// Continues after the removal of a part has ended.
+    pub(super) fn discard_next(
         &mut self,
-        key: &ProcessKey,
+        services: &mut Services,
         reply: Option<Reply>,
-        purpose: Purpose,
-    ) -> Result<(), Error> {
-        let input_file =
-            runtime::memory_file_of(self.container_in_any_state(key)?.cgroups_path.as_bytes())?;
-        let input_file = Some(input_file.as_fd());
-        self.run_helper(key.clone(), reply, purpose, Action::RemoveCgroup, input_file)
-    }
-
-    /// Continues after the runtime has deleted such a container, or has failed to.
-    pub fn runtime_discarded(
-        &mut self,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        left: Left,
         reason: Option<Error>,
         done: Result<(), Error>,
     ) -> Answer {
-        if !self.container_in_any_state(key)?.runtime.knows(&key.id) {
-            return self.discard(key, reply, reason);
+        let unchanged = || Error::unknown("the runtime has not removed its state");
+        match (left, done) {
+            (Left::Container, done) if self.runtime.knows(&self.key.id) => {
+                return self.discard_failed(reason, done.err().unwrap_or_else(unchanged));
+            }
+            (Left::Container, _) => {}
+            (_, Err(e)) => return self.discard_failed(reason, e),
+            (Left::Cgroup, Ok(())) => self.may_have_left_cgroup = false,
+            (Left::Mounts, Ok(())) => self.has_rootfs = false,
         }
-        let left = || Error::unknown("the runtime has not removed its state");
-        self.discard_failed(key, reason, done.err().unwrap_or_else(left))
+        self.discard(services, reply, reason)
     }
 
-    /// Continues after a helper has removed the cgroup of such a container, or has failed to.
-    pub fn cgroup_discarded(
-        &mut self,
-        key: &ProcessKey,
-        reply: Option<Reply>,
-        reason: Option<Error>,
-        done: Result<(), Error>,
-    ) -> Answer {
-        if let Err(e) = done {
-            return self.discard_failed(key, reason, e);
-        }
-        self.container_in_any_state(key)?.may_have_left_cgroup = false;
-        self.discard(key, reply, reason)
-    }
-
-    /// Continues after a helper has unmounted the root file system of such a container, or has
-    /// failed to.
-    pub fn mounts_discarded(
-        &mut self,
-        key: &ProcessKey,
-        reply: Option<Reply>,
-        reason: Option<Error>,
-        done: Result<(), Error>,
-    ) -> Answer {
-        if let Err(e) = done {
-            return self.discard_failed(key, reason, e);
-        }
-        self.container_in_any_state(key)?.rootfs = None;
-        self.discard(key, reply, reason)
-    }
-
-    fn discard_failed(&mut self, key: &ProcessKey, reason: Option<Error>, e: Error) -> Answer {
-        let container = self.container_in_any_state(key)?;
-        let wait = container.retry.map_or(FIRST_WAIT, |retry| (retry.wait * 2).min(LONGEST_WAIT));
-        container.retry = Some(Retry { at: Instant::now() + wait, wait });
+    fn discard_failed(&mut self, reason: Option<Error>, e: Error) -> Answer {
+        let wait = self.retry.map_or(FIRST_WAIT, |retry| (retry.wait * 2).min(LONGEST_WAIT));
+        self.retry = Some(Retry { at: Instant::now() + wait, wait });
         let e = e.context("failed to clean up after a failed creation; retrying");
-        commands::log_failure(key, &e);
+        self.log_failure(&e);
         Err(reason.unwrap_or(e))
     }
 
-    /// The time of the next attempt to remove something.
-    pub fn discard_deadline(&self) -> Option<Instant> {
-        // A container with a pending command is not due.
-        let idle = self.containers.values().filter(|container| container.busy.is_none());
-        idle.filter_map(|container| container.retry).map(|retry| retry.at).min()
-    }
-
-    /// Makes the attempts that are due.
-    pub fn retry_discards(&mut self, now: Instant) {
-        let is_due = |container: &Container| {
-            container.busy.is_none() && container.retry.is_some_and(|retry| retry.at <= now)
-        };
-        let due = self.containers.iter().filter(|(_, container)| is_due(container));
-        let due: Vec<ProcessKey> = due.map(|(id, _)| ProcessKey::new(id, "")).collect();
-        for key in due {
-            // A failure is logged and schedules the next attempt.
-            let _ = self.discard(&key, None, None);
-        }
-    }
-
-    fn forget_discarded(&mut self, id: &str) {
-        let Some(container) = self.containers.remove(id) else { return };
-        let calls = container.busy.unwrap_or_default();
-        self.close_process(id, container.process);
-        self.copiers.end(id);
-        for (reply, request) in calls {
-            self.dispatch(reply, request);
-        }
+    /// Starts a helper that removes the cgroup. It needs no bundle: containerd may have removed
+    /// that.
+    pub(super) fn run_remove_cgroup(
+        &mut self,
+        services: &mut Services,
+        reply: Option<Reply>,
+        step: Step,
+    ) -> Result<(), Error> {
+        let path = runtime::memory_file_of(self.config.cgroups_path.as_bytes())?;
+        self.run_helper(services, reply, step, Action::RemoveCgroup, Some(path.as_fd()))
     }
 }
 

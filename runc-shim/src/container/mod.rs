@@ -1,203 +1,296 @@
-//! A container: its state, the streams of its first process, and its execs.
+//! A container: its state, the steps of what is in progress, its first process and its execs.
 
-pub mod commands;
-pub mod create;
-pub mod deadlines;
+mod commands;
+pub mod config;
+mod create;
 mod delete;
 mod discard;
+mod exit;
 mod kill;
-mod oom;
-pub mod pending_start;
-mod process_exit;
+mod launch;
+mod queries;
 mod start;
 pub mod state;
+mod steps;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
+use std::time::Instant;
 
-use serde::Deserialize;
-
-use self::state::State;
+use self::config::Config;
+pub use self::create::create_event;
+use self::discard::Retry;
+use self::state::{Event, State};
+use self::steps::Pending;
 use crate::cgroup::Cgroup;
-use crate::error::{Context as _, Error};
+use crate::cgroup::oom_watch::OomWatch;
+use crate::error::{Code, Context as _, Error};
 use crate::exec::Exec;
-use crate::exits;
 use crate::io::Owner;
 use crate::io::process_streams::ProcessStreams;
+use crate::log;
+use crate::process_key::ProcessKey;
 use crate::runtime::Runtime;
-use crate::ttrpc::request::Request;
+use crate::services::Services;
+use crate::ttrpc::request::{Request, task_of};
+use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
+
+/// Maximum number of calls that wait for a pending command of one container or exec.
+const MAX_QUEUED: usize = 1024;
 
 /// A container.
 #[derive(Debug)]
 pub struct Container {
+    /// The container's id.
+    key: ProcessKey,
     /// The bundle directory, which containerd makes and removes.
-    pub bundle: PathBuf,
+    bundle: PathBuf,
     /// The runtime and its options.
-    pub runtime: Runtime,
+    runtime: Runtime,
     /// The owner of the pipes.
-    pub owner: Owner,
-    /// The state.
-    pub state: State,
+    owner: Owner,
+    state: State,
+    /// The commands and logging programs that are being waited for, each with the step in which it
+    /// is; those of execs, too.
+    pending: Vec<Pending>,
+    /// Calls that wait until nothing is pending for the container.
+    queue: VecDeque<(Reply, Request)>,
     /// The first process.
-    pub process: ProcessStreams,
+    process: ProcessStreams,
     /// The execs by their ids.
-    pub execs: BTreeMap<String, Exec>,
-    /// Where this shim has mounted the root file system.
-    pub rootfs: Option<PathBuf>,
-    /// The container has its own PID namespace, so that the kernel kills all of its processes when
-    /// the first one exits.
-    pub own_pid_namespace: bool,
+    execs: BTreeMap<String, Exec>,
+    /// The number of terminals that were asked for; it names their sockets.
+    consoles: u32,
+    /// This shim mounts the root file system, and has not unmounted it.
+    has_rootfs: bool,
+    /// What `config.json` asks for.
+    config: Config,
     /// The runtime must not use pivot_root(2).
-    pub no_pivot_root: bool,
+    no_pivot_root: bool,
     /// The runtime must not create a session keyring.
-    pub no_new_keyring: bool,
+    no_new_keyring: bool,
     /// Arguments that restore the container from a checkpoint; empty: it is created.
-    pub restore: Vec<String>,
-    /// The `cgroupsPath` of the config; empty if it has none.
-    pub cgroups_path: String,
-    /// The cgroup.
-    pub cgroup: Option<Cgroup>,
-    /// The command that creates or restores the container was killed, so that it may have left a
-    /// cgroup that the runtime does not know, with processes.
-    pub may_have_left_cgroup: bool,
-    /// Calls queued while a command, a helper, the start of a logging program or the drain of the
-    /// last output is pending for the container; `None`: nothing is pending.
-    pub busy: Option<VecDeque<(Reply, Request)>>,
-    /// The first process has exited, and a command kills the remaining processes.
-    pub killing_remaining: bool,
-    /// The Delete that waits for the last output, and its deadline.
-    pub drain: Option<(Reply, Instant)>,
+    restore: Vec<String>,
+    /// The cgroup of the first process.
+    cgroup: Option<Cgroup>,
+    /// Reports OOM kills in that cgroup.
+    oom_watch: Option<OomWatch>,
+    /// The runtime was killed while it created or restored the container: it may have left a
+    /// cgroup that it does not know, with processes.
+    may_have_left_cgroup: bool,
+    /// A deletion by the runtime was killed, because it took too long: the next one uses force.
+    must_force: bool,
     /// The next attempt to remove the leftovers of a failed creation.
-    pub retry: Option<Retry>,
+    retry: Option<Retry>,
+    /// The TaskCreate event; sent when the creation has succeeded.
+    create_event: Option<Box<containerd_shim_protos::events::task::TaskCreate>>,
+    /// The container is deleted.
+    is_gone: bool,
 }
 
-/// The next attempt to remove the leftovers of a container.
-#[derive(Debug, Clone, Copy)]
-pub struct Retry {
-    /// When it is made.
-    pub at: Instant,
-    /// How long the shim waits before it.
-    pub wait: Duration,
+/// The error of a call for a container that does not exist.
+pub fn missing() -> Error {
+    Error::not_found("container not created")
 }
 
 impl Container {
+    /// Whether the container is deleted, and can be forgotten.
+    pub fn is_gone(&self) -> bool {
+        self.is_gone
+    }
+
+    /// Whether the leftovers of a failed creation are being removed.
+    pub fn is_discarding(&self) -> bool {
+        self.state == State::Discarding
+    }
+
+    /// Whether the creation has succeeded.
+    pub fn is_created(&self) -> bool {
+        !matches!(self.state, State::Creating | State::Discarding)
+    }
+
+    /// The pid of the first process in messages.
+    pub fn pid(&self) -> u32 {
+        response::unsigned(self.state.pid())
+    }
+
+    /// Executes a call, or has it wait for what is pending.
+    ///
+    /// # Errors
+    /// The refusal.
+    pub fn call(&mut self, services: &mut Services, reply: Reply, request: Request) -> Answer {
+        let is_delete = matches!(request, Request::Delete(_));
+        if !is_delete && !self.is_created() {
+            return Err(missing());
+        }
+        let Some(request) = self.enqueue(services, reply, request)? else { return Ok(None) };
+        let key = key_of(&request);
+        let answer = match request {
+            Request::Start(_) if key.exec.is_empty() => self.start(services, reply),
+            Request::Start(_) => self.start_exec(services, reply, &key),
+            Request::Delete(_) if key.exec.is_empty() => self.delete(services, reply),
+            Request::Delete(_) => self.delete_exec(services, reply, &key),
+            Request::Pause(_) => self.pause(services, reply, Event::Pause),
+            Request::Resume(_) => self.pause(services, reply, Event::Resume),
+            Request::Checkpoint(r) => self.checkpoint(services, reply, &r),
+            Request::Kill(r) => self.kill(services, reply, &key, &r),
+            Request::Update(r) => self.update(services, reply, &r),
+            Request::Exec(r) => self.add_exec(services, r),
+            Request::Wait(_) => self.wait(services, reply, &key),
+            Request::State(_) => self.describe(&key),
+            Request::Pids(_) => self.pids(),
+            Request::ResizePty(r) => self.resize(services, &key, &r),
+            Request::CloseIo(_) => self.close_io(&key),
+            Request::Stats(_) => self.stats(),
+            _ => Err(Error::new(Code::UNIMPLEMENTED, "not a call for a container")),
+        };
+        self.release(services, &key);
+        answer
+    }
+
+    /// Queues a request that must wait for what is pending for the container or the exec. Returns
+    /// the request if it need not wait.
+    fn enqueue(
+        &mut self,
+        services: &mut Services,
+        reply: Reply,
+        request: Request,
+    ) -> Result<Option<Request>, Error> {
+        let key = key_of(&request);
+        let must_wait = match &request {
+            Request::Start(_) | Request::Delete(_) | Request::Kill(_) | Request::Pause(_) => true,
+            Request::Resume(_) | Request::Checkpoint(_) | Request::Update(_) => true,
+            // The terminal of an exec is there once it is started.
+            Request::ResizePty(_) => !key.exec.is_empty(),
+            _ => false,
+        };
+        let is_busy = self.is_busy();
+        let queue = match key.exec.as_str() {
+            "" => is_busy.then_some(&mut self.queue),
+            exec => self.execs.get_mut(exec).and_then(Exec::queue_while_starting),
+        };
+        let Some(queue) = queue.filter(|_| must_wait) else { return Ok(Some(request)) };
+        if queue.len() >= MAX_QUEUED {
+            let reason = format!("{MAX_QUEUED} calls wait for a command of the runtime");
+            return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
+        }
+        let cancels = matches!(request, Request::Delete(_)) && self.state == State::Creating;
+        queue.push_back((reply, request));
+        if cancels {
+            self.cancel_creation(services);
+        }
+        Ok(None)
+    }
+
+    /// Whether calls for the container must wait: a command, a helper or a logging program is
+    /// pending for it, and not for one of its execs, or its last output is awaited.
+    fn is_busy(&self) -> bool {
+        self.process.has_drain() || self.pending.iter().any(|it| it.key() == &self.key)
+    }
+
+    /// Has the queued calls of the container or an exec executed, if nothing is pending for it.
+    fn release(&mut self, services: &mut Services, key: &ProcessKey) {
+        if !key.exec.is_empty() {
+            if let Some(exec) = self.execs.get_mut(&key.exec) {
+                services.release(exec.take_released());
+            }
+        } else if !self.is_busy() {
+            services.release(std::mem::take(&mut self.queue));
+        }
+    }
+
+    /// An exec.
+    fn exec(&mut self, key: &ProcessKey) -> Result<&mut Exec, Error> {
+        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
+        self.execs.get_mut(&key.exec).ok_or_else(missing)
+    }
+
+    /// The streams of a process.
+    fn process(&mut self, key: &ProcessKey) -> Result<&mut ProcessStreams, Error> {
+        match key.exec.as_str() {
+            "" => Ok(&mut self.process),
+            _ => Ok(self.exec(key)?.process()),
+        }
+    }
+
+    /// Changes the state and announces the change. Logs and ignores an event that is not allowed in
+    /// the state.
+    fn change(&mut self, services: &mut Services, event: Event) {
+        let before = self.state;
+        match state::step(before, event) {
+            Ok((next, notice)) => {
+                self.state = next;
+                self.announce(services, notice);
+            }
+            Err(reason) => {
+                let id = &self.key.id;
+                log::warn(format_args!("container {id}: {event} while it is {before}: {reason}"));
+            }
+        }
+    }
+
     /// Opens the bundle directory.
-    pub fn open_bundle(&self) -> Result<OwnedFd, Error> {
+    fn open_bundle(&self) -> Result<OwnedFd, Error> {
         let opened = File::open(&self.bundle);
         opened.map(Into::into).context(format_args!("open {}", self.bundle.display()))
     }
 
-    /// Whether an exec is being started or runs, so that the container's exit is not announced yet.
-    pub fn has_live_execs(&self) -> bool {
-        self.execs.values().any(|exec| exec.state.is_live())
-    }
-}
-
-/// The fields of a container's `config.json` that the shim uses.
-#[derive(Debug, Deserialize)]
-struct Config {
-    linux: Option<Linux>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Linux {
-    #[serde(default)]
-    namespaces: Vec<Namespace>,
-    #[serde(default, rename = "cgroupsPath")]
-    cgroups_path: String,
-}
-
-#[derive(Debug, Deserialize)]
-struct Namespace {
-    #[serde(rename = "type")]
-    kind: String,
-    #[serde(default)]
-    path: String,
-}
-
-fn config(bundle: &Path) -> Option<Linux> {
-    let config = std::fs::read(bundle.join("config.json")).ok();
-    linux_of(&config?)
-}
-
-fn linux_of(text: &[u8]) -> Option<Linux> {
-    serde_json::from_slice::<Config>(text).ok()?.linux
-}
-
-/// Whether the container of a bundle gets its own PID namespace. False if `config.json` cannot be
-/// read: the runtime then kills all processes one by one.
-pub fn has_own_pid_namespace(bundle: &Path) -> bool {
-    config(bundle).is_some_and(|linux| linux.has_own_pid_namespace())
-}
-
-impl Linux {
-    fn has_own_pid_namespace(&self) -> bool {
-        self.namespaces.iter().any(|one| one.kind == "pid" && one.path.is_empty())
-    }
-}
-
-/// What the shim reads from a `config.json`, for `fuzz/`.
-#[cfg(feature = "fuzzing")]
-pub fn fuzzed_config(text: &[u8]) -> (bool, String) {
-    linux_of(text)
-        .map(|linux| (linux.has_own_pid_namespace(), linux.cgroups_path))
-        .unwrap_or_default()
-}
-
-/// The `cgroupsPath` of the config in a bundle; empty if it has none.
-pub fn cgroups_path(bundle: &Path) -> String {
-    config(bundle).map(|linux| linux.cgroups_path).unwrap_or_default()
-}
-
-/// The cgroup that a bundle asks for, if its last path element is the container's id, so that it
-/// cannot be the cgroup of another container.
-pub fn cgroup_of(bundle: &Path, id: &str) -> Option<Cgroup> {
-    Cgroup::named(&config(bundle)?.cgroups_path, id)
-}
-
-/// The cgroup of the container whose first process has this pid: as the kernel reports it, or else
-/// as the bundle asks for it. For a process that has exited, version 1 reports the root cgroup.
-pub fn cgroup_with(bundle: &Path, id: &str, pid: i32) -> Option<Cgroup> {
-    let seen = Cgroup::of_process(pid).filter(|_| exits::exit_of_child(pid).is_none());
-    seen.or_else(|| cgroup_of(bundle, id))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_cgroup_of_an_exited_process_is_taken_from_the_bundle() {
-        let dir = tempfile::tempdir().unwrap();
-        let config = r#"{"linux":{"cgroupsPath":"/x/id"}}"#;
-        std::fs::write(dir.path().join("config.json"), config).unwrap();
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        let pid = i32::try_from(child.id()).unwrap();
-        while exits::exit_of_child(pid).is_none() {
-            std::thread::yield_now();
+    /// The file into which the runtime writes the pid of a process.
+    fn pid_file(&self, key: &ProcessKey) -> PathBuf {
+        match key.exec.as_str() {
+            "" => self.bundle.join("init.pid"),
+            // The prefix keeps an exec with any id from overwriting the container's file.
+            exec => self.bundle.join(format!("exec-{exec}.pid")),
         }
-        let wanted = Cgroup::named("/x/id", "id");
-        assert!(wanted.is_some());
-        assert_eq!(cgroup_with(dir.path(), "id", pid), wanted);
-        child.wait().unwrap();
     }
 
-    #[test]
-    fn only_a_new_pid_namespace_counts_as_own() {
-        let dir = tempfile::tempdir().unwrap();
-        let has = |config: &str| {
-            std::fs::write(dir.path().join("config.json"), config).unwrap();
-            has_own_pid_namespace(dir.path())
-        };
-        assert!(has(r#"{"linux":{"namespaces":[{"type":"mount"},{"type":"pid"}]}}"#));
-        assert!(!has(r#"{"linux":{"namespaces":[{"type":"pid","path":"/proc/1/ns/pid"}]}}"#));
-        for without in [r#"{"linux":{"namespaces":[]}}"#, r#"{"linux":{}}"#, "{}", "rubbish"] {
-            assert!(!has(without), "{without}");
-        }
-        assert!(!has_own_pid_namespace(&dir.path().join("none")));
+    /// Logs the failure of something that no caller waits for.
+    fn log_failure(&self, e: &Error) {
+        log::error(format_args!("container {}: {e}", self.key.id));
     }
+
+    /// The time at which [`Container::handle_timeouts`] has work to do, or at which the pipes that
+    /// epoll cannot watch are read.
+    pub fn deadline(&self) -> Option<Instant> {
+        let pending = self.pending.iter().filter_map(Pending::deadline);
+        let execs = self.execs.values().filter_map(Exec::deadline);
+        let queued = self.queue.iter().filter_map(|(reply, _)| reply.deadline());
+        let retry = self.retry.filter(|_| !self.is_busy()).map(|retry| retry.at);
+        let single = [self.process.deadline(), retry].into_iter().flatten();
+        pending.chain(execs).chain(queued).chain(single).min()
+    }
+
+    /// Kills the commands whose time is over, answers the calls whose deadline has passed, and
+    /// continues deletions whose output was awaited for too long.
+    pub fn handle_timeouts(&mut self, services: &mut Services, now: Instant) {
+        self.end_late_steps(services, now);
+        let mut late = self.process.waiters().take_late(now);
+        take_late(&mut self.queue, now, &mut late);
+        for exec in self.execs.values_mut() {
+            exec.take_late(now, &mut late);
+        }
+        for reply in late {
+            services.respond(reply, Err(Error::deadline_passed()));
+        }
+        self.end_late_drains(services, now);
+        if !self.is_busy() && self.retry.is_some_and(|retry| retry.at <= now) {
+            // A failure is logged and schedules the next attempt.
+            let _ = self.discard(services, None, None);
+        }
+    }
+}
+
+/// Moves the calls of a queue whose deadline has passed to `late`.
+pub fn take_late(queue: &mut VecDeque<(Reply, Request)>, now: Instant, late: &mut Vec<Reply>) {
+    late.extend(queue.iter().map(|(reply, _)| *reply).filter(|reply| reply.is_late(now)));
+    queue.retain(|(reply, _)| !reply.is_late(now));
+}
+
+/// The process that a request is for.
+fn key_of(request: &Request) -> ProcessKey {
+    let (id, exec) = task_of(request);
+    ProcessKey::new(id, exec)
 }

@@ -3,11 +3,14 @@
 pub mod state;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::time::Instant;
 
 use serde_json::value::RawValue;
 
-use self::state::State;
+use self::state::{Event, State};
+use crate::container;
 use crate::error::{Code, Error};
+use crate::io::Stdio;
 use crate::io::process_streams::ProcessStreams;
 use crate::ttrpc::request::Request;
 use crate::ttrpc::server::Reply;
@@ -15,16 +18,76 @@ use crate::ttrpc::server::Reply;
 /// An exec.
 #[derive(Debug)]
 pub struct Exec {
-    /// The state.
-    pub state: State,
-    /// The streams.
-    pub process: ProcessStreams,
+    state: State,
+    process: ProcessStreams,
     /// The `process.json`, until the exec is started.
-    pub spec: Vec<u8>,
-    /// Calls that were queued while the exec is being started.
-    pub queue: VecDeque<(Reply, Request)>,
-    /// The Delete that waits for the last output, and its deadline.
-    pub drain: Option<(Reply, std::time::Instant)>,
+    spec: Vec<u8>,
+    /// Calls that wait until the exec is started.
+    queue: VecDeque<(Reply, Request)>,
+}
+
+impl Exec {
+    /// An exec with this `process.json`.
+    pub fn new(stdio: Stdio, spec: Vec<u8>) -> Self {
+        let process = ProcessStreams::new(stdio);
+        Self { state: State::Added, process, spec, queue: VecDeque::new() }
+    }
+
+    /// The state.
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Changes the state. An exec that may be deleted stays as it is.
+    ///
+    /// # Errors
+    /// The event is not allowed in the state.
+    pub fn change(&mut self, event: Event) -> Result<(), Error> {
+        if let Some(next) = state::step(self.state, event).map_err(Error::state)? {
+            self.state = next;
+        }
+        Ok(())
+    }
+
+    /// The streams.
+    pub fn process(&mut self) -> &mut ProcessStreams {
+        &mut self.process
+    }
+
+    /// Takes the `process.json` for the start.
+    pub fn take_spec(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.spec)
+    }
+
+    /// The queue for calls that must wait, while the exec is being started.
+    pub fn queue_while_starting(&mut self) -> Option<&mut VecDeque<(Reply, Request)>> {
+        (self.state == State::Starting).then_some(&mut self.queue)
+    }
+
+    /// The queued calls, once the exec is started.
+    pub fn take_released(&mut self) -> VecDeque<(Reply, Request)> {
+        match self.state {
+            State::Starting => VecDeque::new(),
+            _ => std::mem::take(&mut self.queue),
+        }
+    }
+
+    /// The streams and the queued calls of an exec that is deleted.
+    pub fn into_parts(self) -> (ProcessStreams, VecDeque<(Reply, Request)>) {
+        (self.process, self.queue)
+    }
+
+    /// The next deadline of a call that waits for the exec.
+    pub fn deadline(&self) -> Option<Instant> {
+        let queued = self.queue.iter().filter_map(|(reply, _)| reply.deadline());
+        queued.chain(self.process.deadline()).min()
+    }
+
+    /// Moves the calls whose deadline has passed to `late`.
+    pub fn take_late(&mut self, now: Instant, late: &mut Vec<Reply>) {
+        late.extend(self.process.waiters().take_late(now));
+        container::take_late(&mut self.queue, now, late);
+    }
 }
 
 /// Sets the field `terminal` of a `process.json` to the value in the Exec request.

@@ -12,6 +12,7 @@ pub mod copiers;
 pub mod logger;
 pub mod process_streams;
 pub mod stream;
+pub mod waiters;
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsFd, OwnedFd};
@@ -65,6 +66,14 @@ pub struct Prepared {
     pub stdin: Option<OwnedFd>,
     /// The logging program that receives the output, and must be ready before the start.
     pub logger: Option<logger::Logger>,
+}
+
+impl Prepared {
+    /// All descriptors, of a process whose start has failed.
+    pub fn into_ends(self) -> impl Iterator<Item = OwnedFd> {
+        let streams = self.streams.into_iter().flat_map(Stream::into_ends);
+        self.child.into_iter().flatten().chain(streams).chain(self.stdin)
+    }
 }
 
 /// The destination of the output.

@@ -1,31 +1,179 @@
-//! A process of a container: its streams, and the calls that wait for its exit.
+//! A process of a container: its streams, and the calls that wait for its exit or its deletion.
 
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
-use crate::io::Stdio;
-use crate::io::stream::Stream;
+use super::Stdio;
+use super::copiers::Copiers;
+use super::stream::Stream;
+use super::waiters::Waiters;
+use crate::error::Error;
+use crate::services::Services;
 use crate::ttrpc::server::Reply;
 
-/// Maximum number of calls that wait for the exit of one process.
-pub const WAITERS: usize = 1024;
+/// How long a deletion waits for the last output, and for the exit of the logging program.
+const DRAIN: Duration = Duration::from_secs(10);
 
-/// The streams of a process, and the calls that wait for its exit.
+/// The streams of a process, and the calls that wait for it.
 #[derive(Debug, Default)]
 pub struct ProcessStreams {
     /// The streams that containerd named.
-    pub stdio: Stdio,
+    stdio: Stdio,
     /// The ids of the streams that are copied.
-    pub streams: Vec<u32>,
-    /// Streams that are copied once the process is created.
-    pub prepared: Vec<Stream>,
+    streams: Vec<u32>,
     /// Keeps standard input open until CloseIO.
-    pub stdin: Option<OwnedFd>,
+    stdin: Option<OwnedFd>,
     /// CloseIO was called, possibly before standard input was opened.
-    pub stdin_closed: bool,
+    stdin_closed: bool,
     /// The terminal's master.
-    pub console: Option<OwnedFd>,
+    console: Option<OwnedFd>,
     /// The pid of the logging program that receives the output.
-    pub logger: Option<i32>,
-    /// The Wait calls that are pending.
-    pub waiters: Vec<Reply>,
+    logger: Option<i32>,
+    /// The calls of Wait.
+    waiters: Waiters,
+    /// The Delete that waits for the last output, and its deadline.
+    drain: Option<(Reply, Instant)>,
+}
+
+impl ProcessStreams {
+    /// The streams of a process that does not exist yet.
+    pub fn new(stdio: Stdio) -> Self {
+        Self { stdio, ..Self::default() }
+    }
+
+    /// The streams that containerd named.
+    pub fn stdio(&self) -> &Stdio {
+        &self.stdio
+    }
+
+    /// The calls of Wait.
+    pub fn waiters(&mut self) -> &mut Waiters {
+        &mut self.waiters
+    }
+
+    /// Begins to copy the streams of a process that was created.
+    ///
+    /// # Errors
+    /// The container has no copier thread.
+    pub fn attach(
+        &mut self,
+        copiers: &mut Copiers,
+        id: &str,
+        streams: Vec<Stream>,
+        stdin: Option<OwnedFd>,
+    ) -> Result<(), Error> {
+        let ids = streams.into_iter().map(|stream| copiers.add(id, stream));
+        self.streams = ids.collect::<Result<Vec<u32>, Error>>()?;
+        self.stdin = stdin.filter(|_| !self.stdin_closed);
+        Ok(())
+    }
+
+    /// Keeps the terminal of the process, and has the copier thread close a former one, because the
+    /// last close of a terminal may block.
+    pub fn set_console(&mut self, copiers: &mut Copiers, id: &str, console: Option<OwnedFd>) {
+        let former = std::mem::replace(&mut self.console, console);
+        copiers.close(id, former.into_iter().collect());
+    }
+
+    /// The terminal.
+    pub fn console(&self) -> Option<&OwnedFd> {
+        self.console.as_ref()
+    }
+
+    /// Closes standard input.
+    pub fn close_stdin(&mut self) {
+        (self.stdin, self.stdin_closed) = (None, true);
+    }
+
+    /// Notes the logging program that runs, if there is one.
+    pub fn set_logger(&mut self, pid: Option<i32>) {
+        self.logger = pid;
+    }
+
+    /// Forgets this logging program, because its pid can be reused once it is reaped. False: it is
+    /// not that of this process.
+    pub fn logger_ended(&mut self, pid: i32) -> bool {
+        self.logger.take_if(|logger| *logger == pid).is_some()
+    }
+
+    /// Whether a stream of this process has this id.
+    pub fn has_stream(&self, stream: u32) -> bool {
+        self.streams.contains(&stream)
+    }
+
+    /// Handles the exit of the process: the terminal is closed when its output is copied.
+    pub fn exited(&mut self, copiers: &mut Copiers, id: &str) {
+        let Some(console) = self.console.take() else { return };
+        self.stdin = None;
+        if let Some(copier) = copiers.find(id) {
+            self.streams.iter().for_each(|stream| copier.finish(*stream));
+            copier.close(vec![console]);
+        }
+    }
+
+    /// Handles the end of a stream: the terminal hangs up.
+    pub fn stream_ended(&mut self, copiers: &mut Copiers, id: &str) {
+        let Some(console) = self.console.take() else { return };
+        if let Some(copier) = copiers.find(id) {
+            self.streams.iter().for_each(|stream| copier.hang_up(*stream));
+            copier.close(vec![console]);
+        }
+    }
+
+    /// Whether the last output is being copied, or is read by the logging program.
+    fn is_draining(&self, copiers: &Copiers, id: &str) -> bool {
+        let is_copying = |stream: &u32| copiers.is_copying(id, *stream);
+        self.logger.is_some() || self.streams.iter().any(is_copying)
+    }
+
+    /// Has a Delete wait for the last output, if there is any. True: it waits.
+    ///
+    /// # Errors
+    /// Another Delete waits.
+    pub fn drain(&mut self, copiers: &Copiers, id: &str, reply: Reply) -> Result<bool, Error> {
+        if self.drain.is_some() {
+            return Err(Error::state("the process is being deleted"));
+        }
+        let is_draining = self.is_draining(copiers, id);
+        self.drain = is_draining.then(|| (reply, Instant::now() + DRAIN));
+        Ok(is_draining)
+    }
+
+    /// Whether a Delete waits for the last output.
+    pub fn has_drain(&self) -> bool {
+        self.drain.is_some()
+    }
+
+    /// The Delete that has waited until there is no output any more.
+    pub fn take_drained(&mut self, copiers: &Copiers, id: &str) -> Option<Reply> {
+        let is_draining = self.is_draining(copiers, id);
+        self.drain.take_if(|_| !is_draining).map(|(reply, _)| reply)
+    }
+
+    /// The Delete that has waited for too long.
+    pub fn take_late_drain(&mut self, now: Instant) -> Option<Reply> {
+        self.drain.take_if(|(_, at)| *at <= now).map(|(reply, _)| reply)
+    }
+
+    /// When a Delete has waited for too long, or a call of Wait is late.
+    pub fn deadline(&self) -> Option<Instant> {
+        let drain = self.drain.map(|(_, at)| at);
+        [drain, self.waiters.deadline()].into_iter().flatten().min()
+    }
+
+    /// Closes the streams and the terminal of a deleted process, fails the calls that wait for it,
+    /// and ends its logging program.
+    pub fn close(mut self, services: &mut Services, id: &str) {
+        if let Some(copier) = services.copiers().find(id) {
+            self.streams.iter().for_each(|stream| copier.process_deleted(*stream));
+        }
+        services.copiers().close(id, self.console.into_iter().collect());
+        self.waiters.fail(services);
+        if let Some((reply, _)) = self.drain {
+            services.respond(reply, Err(Error::not_found("process was deleted")));
+        }
+        if let Some(pid) = self.logger {
+            services.children().end_logger(pid);
+        }
+    }
 }

@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use crate::error::{Code, Error};
 use crate::exits::{self, Exit};
-use crate::runtime::output_pipe::{self, OutputPipe, Progress, Watch};
+use crate::runtime::output_pipe::{self, OutputPipe, Watch};
 
 /// A command that was started.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl Command {
 
     /// Those that have not ended.
     pub fn open_pipes(&self) -> impl Iterator<Item = &OutputPipe> {
-        self.log.iter().chain(&self.output).filter(|pipe| pipe.watch != Watch::Ended)
+        self.log.iter().chain(&self.output).filter(|pipe| pipe.watch() != Watch::Ended)
     }
 
     /// The end of what the command has written to its standard streams, if it was kept.
@@ -74,15 +74,13 @@ impl Command {
                 return Ok(None);
             }
             for pipe in self.pipes_mut() {
-                if pipe.watch != Watch::Ended && pipe.read() == Progress::Ended {
-                    pipe.watch = Watch::Ended;
-                }
+                pipe.advance();
             }
         }
     }
 
-    /// The error of a command that has failed: the last error of its log, or its output, or its
-    /// exit status. Writes the log to `log.json` in the bundle, if that is known, in place of the
+    /// The error of a command that has failed, with `what` in front unless that is empty: the last
+    /// error of its log, or its output, or its exit status. Writes the log to `log.json` in the bundle, if that is known, in place of the
     /// log of an earlier command: the log of a probe that fails at every attempt would fill the
     /// bundle's file system.
     pub fn failure(&mut self, what: &str, status: u32, bundle: Option<&Path>) -> Error {
@@ -99,7 +97,8 @@ impl Command {
         let reason = last_error(&log)
             .or_else(|| Some(output_pipe::last_text(&output)).filter(|output| !output.is_empty()))
             .unwrap_or_else(|| format!("exit status {status}"));
-        Error::unknown(format!("{what}: {reason}"))
+        let e = Error::unknown(reason);
+        if what.is_empty() { e } else { e.context(what) }
     }
 }
 

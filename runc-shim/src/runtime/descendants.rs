@@ -24,7 +24,7 @@ struct Process {
 /// Stops a child that was not reaped yet, and all processes that descend from it, so that they
 /// start no others. Returns the pidfds of the descendants. With a mark, these include the processes
 /// that have it and whose own parents have exited: they are children of this process now.
-pub fn stop(child: i32, mark: Option<&str>) -> Vec<OwnedFd> {
+fn stop(child: i32, mark: Option<&str>) -> Vec<OwnedFd> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     // Not reaped yet, so the pid cannot have been reused.
     let _ = sys::kill(child, libc::SIGSTOP);
@@ -71,6 +71,18 @@ fn parent(pid: i32) -> Option<i32> {
 /// All processes, and their parents.
 fn all_with_parents() -> Vec<(i32, i32)> {
     exits::pids().filter_map(|pid| Some((pid, parent(pid)?))).collect()
+}
+
+/// Kills a child that was not reaped yet, and the processes that descend from it; with a mark, also
+/// the children of this process that have it.
+pub fn kill(child: i32, mark: Option<&str>) {
+    let rest = stop(child, mark);
+    // The child is not reaped yet, so its pid cannot have been reused.
+    let _ = sys::kill(child, libc::SIGKILL);
+    for process in rest {
+        // Fails if the process has exited by itself.
+        let _ = pidfd_send_signal(&process, Signal::KILL);
+    }
 }
 
 #[cfg(test)]

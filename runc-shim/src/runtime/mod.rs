@@ -3,7 +3,6 @@
 pub mod command;
 pub mod descendants;
 pub mod helper;
-pub mod job;
 pub mod options;
 pub mod output_pipe;
 

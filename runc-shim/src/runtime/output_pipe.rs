@@ -28,10 +28,7 @@ const MAX_LAST_READS: usize = 16;
 /// The read end of a pipe, and the end of what was read.
 #[derive(Debug)]
 pub struct OutputPipe {
-    /// Identifies the pipe in the main loop, if epoll watches it.
-    pub id: u32,
-    /// How the pipe is read.
-    pub watch: Watch,
+    watch: Watch,
     reader: File,
     kept: Vec<u8>,
 }
@@ -49,7 +46,7 @@ pub enum Watch {
 
 /// The result of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Progress {
+enum Progress {
     /// The pipe is empty.
     Empty,
     /// There may be more.
@@ -71,12 +68,31 @@ impl OutputPipe {
             Ok::<_, rustix::io::Errno>((File::from(reader), writer))
         };
         let (reader, writer) = make().context("make pipe for the output of a command")?;
-        Ok((Self { id: 0, watch: Watch::Timer, reader, kept: Vec::new() }, writer))
+        Ok((Self { watch: Watch::Timer, reader, kept: Vec::new() }, writer))
+    }
+
+    /// Notes that epoll reports what is in the pipe.
+    pub fn set_watched(&mut self) {
+        self.watch = Watch::Epoll;
+    }
+
+    /// How the pipe is read.
+    pub fn watch(&self) -> Watch {
+        self.watch
+    }
+
+    /// Reads what is in the pipe. True: the pipe has ended now, and is not to be watched any more.
+    pub fn advance(&mut self) -> bool {
+        let has_ended = self.watch != Watch::Ended && self.read() == Progress::Ended;
+        if has_ended {
+            self.watch = Watch::Ended;
+        }
+        has_ended
     }
 
     /// Reads what is in the pipe, up to 128 KiB. A pipe that has ended is ready forever, and is not
     /// to be watched any more.
-    pub fn read(&mut self) -> Progress {
+    fn read(&mut self) -> Progress {
         let mut bytes = [0; READ_SIZE];
         for _ in 0..MAX_READS {
             match self.reader.read(&mut bytes) {

@@ -25,10 +25,11 @@ use serde::Deserialize;
 use crate::cgroup::Cgroup;
 use crate::error::{Code, Context as _, Error};
 use crate::exits::{Exit, has_ended, start_time};
+use crate::io::waiters::Waiters;
 use crate::process_key;
 use crate::reactor::{Reactor, Source};
+use crate::services::Services;
 use crate::ttrpc::response::{self, Answer};
-use crate::ttrpc::server::Reply;
 
 /// The daemon's own service at a pod's socket. A shim without it answers UNIMPLEMENTED.
 pub const SERVICE: &str = "pause_sandboxer.shim.v1.Sandbox";
@@ -69,7 +70,7 @@ impl PauseProcess {
 
 /// The stage of the task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
+enum Stage {
     /// The pause process is known, and containerd has no task.
     Known,
     /// The task was created and not started.
@@ -82,17 +83,17 @@ pub enum Stage {
 #[derive(Debug)]
 pub struct Sandbox {
     /// The pause process.
-    pub pause: PauseProcess,
+    pause: PauseProcess,
     /// The pidfd of the pause process; `None` after its exit.
-    pub process: Option<OwnedFd>,
+    process: Option<OwnedFd>,
     /// The stage of the task.
-    pub stage: Stage,
+    stage: Stage,
     /// The exit of the pause process.
-    pub exit: Option<Exit>,
+    exit: Option<Exit>,
     /// The bundle that containerd made for the task.
-    pub bundle: String,
+    bundle: String,
     /// The calls that wait for the exit of the pause process.
-    pub waiters: Vec<Reply>,
+    waiters: Waiters,
 }
 
 impl Sandbox {
@@ -112,13 +113,39 @@ impl Sandbox {
         Ok(Self { pause, process: Some(process), stage: Stage::Known, exit: None, bundle, waiters })
     }
 
-    /// Removes and returns the calls whose deadline has passed.
-    pub fn take_late_waiters(&mut self, now: Instant) -> Vec<Reply> {
-        self.waiters.extract_if(.., |waiter| waiter.is_late(now)).collect()
+    /// Whether the sandbox has this pause process already; false: another one may take its place.
+    ///
+    /// # Errors
+    /// Another pause process runs for a task.
+    pub fn keeps(&self, pause: &PauseProcess) -> Result<bool, Error> {
+        if self.pause == *pause && self.exit.is_none() {
+            return Ok(true);
+        }
+        if self.stage != Stage::Known && self.exit.is_none() {
+            return Err(Error::state("the sandbox already has another pause process"));
+        }
+        Ok(false)
+    }
+
+    /// The pid of the task, if containerd has one with this id.
+    pub fn task_pid(&self, id: &str) -> Option<u32> {
+        (self.pause.id == id && self.stage != Stage::Known).then(|| self.pid())
+    }
+
+    /// The next deadline of a call that waits for the exit.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.waiters.deadline()
+    }
+
+    /// Answers the calls whose deadline has passed.
+    pub fn end_late_calls(&mut self, services: &mut Services, now: Instant) {
+        for reply in self.waiters.take_late(now) {
+            services.respond(reply, Err(Error::deadline_passed()));
+        }
     }
 
     /// The pid in messages.
-    pub fn pid(&self) -> u32 {
+    fn pid(&self) -> u32 {
         response::unsigned(self.pause.pid)
     }
 
@@ -129,7 +156,7 @@ impl Sandbox {
     }
 
     /// The status of the task.
-    pub fn status(&self) -> Status {
+    fn status(&self) -> Status {
         match (self.stage, self.exit) {
             (_, Some(_)) => Status::STOPPED,
             (Stage::Started, None) => Status::RUNNING,
@@ -138,7 +165,7 @@ impl Sandbox {
     }
 
     /// Fails if containerd has no task.
-    pub fn created(&self) -> Result<(), Error> {
+    fn created(&self) -> Result<(), Error> {
         if self.stage == Stage::Known {
             return Err(Error::not_found("container not created"));
         }
@@ -146,7 +173,7 @@ impl Sandbox {
     }
 
     /// Answers State.
-    pub fn state(&self) -> Answer {
+    fn state(&self) -> Answer {
         let mut response = api::StateResponse::new();
         response.id.clone_from(&self.pause.id);
         response.bundle.clone_from(&self.bundle);
@@ -160,7 +187,7 @@ impl Sandbox {
     }
 
     /// Answers Pids.
-    pub fn pids(&self) -> Answer {
+    fn pids(&self) -> Answer {
         let mut response = api::PidsResponse::new();
         if self.exit.is_none() {
             let mut info = ProcessInfo::new();
@@ -171,7 +198,7 @@ impl Sandbox {
     }
 
     /// Signals the pause process. As with containerd's built-in controller, its exit stops the pod.
-    pub fn kill(&self, signal: u32) -> Answer {
+    fn kill(&self, signal: u32) -> Answer {
         let finished = || Error::not_found("process already finished");
         let process = self.process.as_ref().ok_or_else(finished)?;
         let signal = i32::try_from(signal).ok().and_then(Signal::from_named_raw);
@@ -184,7 +211,7 @@ impl Sandbox {
     }
 
     /// Answers Stats.
-    pub fn stats(&self) -> Answer {
+    fn stats(&self) -> Answer {
         let missing = || Error::not_found("cgroup does not exist");
         let cgroup = self.process.as_ref().and_then(|process| {
             // The process still runs after its cgroup was read, so that the pid was not reused.

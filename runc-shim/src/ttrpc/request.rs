@@ -84,24 +84,33 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
     })
 }
 
-/// The task that a request is for, and whether it is for the task's first process.
-pub fn task_of(request: &Request) -> Option<(&str, bool)> {
-    Some(match request {
-        Request::State(r) => (&r.id, r.exec_id.is_empty()),
-        Request::Create(r) => (&r.id, true),
-        Request::Start(r) => (&r.id, r.exec_id.is_empty()),
-        Request::Delete(r) => (&r.id, r.exec_id.is_empty()),
-        Request::Pids(r) => (&r.id, true),
-        Request::Pause(r) => (&r.id, true),
-        Request::Resume(r) => (&r.id, true),
-        Request::Checkpoint(r) => (&r.id, true),
-        Request::Kill(r) => (&r.id, r.exec_id.is_empty()),
-        Request::Exec(r) => (&r.id, true),
-        Request::ResizePty(r) => (&r.id, r.exec_id.is_empty()),
-        Request::CloseIo(r) => (&r.id, r.exec_id.is_empty()),
-        Request::Update(r) => (&r.id, true),
-        Request::Wait(r) => (&r.id, r.exec_id.is_empty()),
-        Request::Stats(r) => (&r.id, true),
-        Request::Connect(_) | Request::SetPause(_) | Request::Shutdown => return None,
-    })
+impl Request {
+    /// Whether this is a Create.
+    pub fn is_create(&self) -> bool {
+        matches!(self, Self::Create(_))
+    }
+}
+
+/// The task and the exec that a request is for; the exec is empty for the task's first process, and
+/// both are for a request that is for no task.
+pub fn task_of(request: &Request) -> (&str, &str) {
+    match request {
+        Request::State(r) => (&r.id, &r.exec_id),
+        Request::Create(r) => (&r.id, ""),
+        Request::Start(r) => (&r.id, &r.exec_id),
+        Request::Delete(r) => (&r.id, &r.exec_id),
+        Request::Pids(r) => (&r.id, ""),
+        Request::Pause(r) => (&r.id, ""),
+        Request::Resume(r) => (&r.id, ""),
+        Request::Checkpoint(r) => (&r.id, ""),
+        Request::Kill(r) => (&r.id, &r.exec_id),
+        Request::Exec(r) => (&r.id, ""),
+        Request::ResizePty(r) => (&r.id, &r.exec_id),
+        Request::CloseIo(r) => (&r.id, &r.exec_id),
+        Request::Update(r) => (&r.id, ""),
+        Request::Wait(r) => (&r.id, &r.exec_id),
+        Request::Stats(r) => (&r.id, ""),
+        Request::Connect(r) => (&r.id, ""),
+        Request::SetPause(_) | Request::Shutdown => ("", ""),
+    }
 }

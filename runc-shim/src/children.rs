@@ -1,0 +1,150 @@
+//! The children of the shim that are not reaped yet, and what each of them is for.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Instant;
+
+use crate::error::Error;
+use crate::exits::{self, Exit, Exits};
+use crate::io::logger;
+use crate::process_key::ProcessKey;
+use crate::sys;
+
+/// What a child is.
+#[derive(Debug)]
+pub enum Child {
+    /// A command of the runtime or a helper, for this container or exec.
+    Command(ProcessKey),
+    /// A process of a container.
+    Process(ProcessKey),
+    /// The logging program of a process, and when SIGKILL follows, if SIGTERM was sent.
+    Logger(ProcessKey, Option<Instant>),
+}
+
+/// The known children by their pids, and the exits of unknown ones.
+#[derive(Debug, Default)]
+pub struct Children {
+    known: BTreeMap<i32, Child>,
+    exits: Exits,
+}
+
+impl Children {
+    /// Adds a child that was not reaped.
+    pub fn add(&mut self, pid: i32, child: Child) {
+        self.known.insert(pid, child);
+    }
+
+    /// The child with this pid.
+    pub fn find(&self, pid: i32) -> Option<&Child> {
+        self.known.get(&pid)
+    }
+
+    /// Removes a child that has exited. Keeps the exit of an unknown child: a process that is being
+    /// started may have this pid.
+    pub fn ended(&mut self, pid: i32, exit: Exit) -> Option<Child> {
+        let child = self.known.remove(&pid);
+        if child.is_none() {
+            self.exits.keep(pid, exit);
+        }
+        child
+    }
+
+    /// Announces the start of a process whose pid is not known yet.
+    pub fn begin_start(&mut self, key: &ProcessKey) {
+        self.exits.begin_start(key);
+    }
+
+    /// Ends a start that has failed.
+    pub fn start_failed(&mut self, key: &ProcessKey) {
+        self.exits.resolve_start(key, None);
+    }
+
+    /// Ends the start of a process, to which the runtime gave `pid` in `pid_file`. Returns its exit
+    /// if it has exited and was reaped; else it is known from now on.
+    ///
+    /// # Errors
+    /// The pid is that of another live child, whose exit would be attributed to this process.
+    pub fn started(
+        &mut self,
+        key: &ProcessKey,
+        pid: i32,
+        pid_file: &Path,
+    ) -> Result<Option<Exit>, Error> {
+        let exit = self.exits.resolve_start(key, Some((pid, pid_file)));
+        if exit.is_none() {
+            if self.known.contains_key(&pid) {
+                let file = pid_file.display();
+                let reason = format!("pid file {file} has pid {pid}, which is another process");
+                return Err(Error::unknown(reason));
+            }
+            self.add(pid, Child::Process(key.clone()));
+        }
+        Ok(exit)
+    }
+
+    /// Sends SIGKILL to a child of this process that is not known: a process that the runtime has
+    /// just created, and whose start has failed.
+    pub fn kill_unknown(&self, pid: i32) {
+        if !self.known.contains_key(&pid) && exits::is_child(pid) {
+            // The child is not reaped yet, so its pid cannot have been reused.
+            let _ = sys::kill(pid, libc::SIGKILL);
+        }
+    }
+
+    /// Removes the processes of a container that have exited and whose exits were not handled yet:
+    /// those of execs before the first process of the container.
+    pub fn take_ended_processes(&mut self, id: &str) -> Vec<(ProcessKey, Exit)> {
+        let is_own = |child: &Child| matches!(child, Child::Process(key) if key.id == id);
+        let own = self.known.iter().filter(|(_, child)| is_own(child)).map(|(pid, _)| *pid);
+        let exits = own.filter_map(|pid| Some((pid, exits::exit_of_child(pid)?)));
+        let exits: Vec<(i32, Exit)> = exits.collect();
+        let mut ended = Vec::new();
+        for (pid, exit) in exits {
+            if let Some(Child::Process(key)) = self.known.remove(&pid) {
+                ended.push((key, exit));
+            }
+        }
+        ended.sort_by_key(|(key, _)| key.exec.is_empty());
+        ended
+    }
+
+    /// Forgets the processes of a deleted container.
+    pub fn forget(&mut self, id: &str) {
+        self.known.retain(|_, child| !matches!(child, Child::Process(key) if key.id == id));
+    }
+
+    /// Whether a command of the runtime or a helper runs.
+    pub fn has_commands(&self) -> bool {
+        self.known.values().any(|child| matches!(child, Child::Command(_)))
+    }
+
+    /// Sends SIGTERM to a logging program that runs, and sets the time at which it is killed.
+    /// A logging program should exit when its input ends; this is for one that does not.
+    pub fn end_logger(&mut self, pid: i32) {
+        if let Some(Child::Logger(_, end)) = self.known.get_mut(&pid) {
+            let _ = sys::kill(pid, libc::SIGTERM);
+            *end = Some(Instant::now() + logger::EXIT_TIMEOUT);
+        }
+    }
+
+    /// When [`Children::kill_late_loggers`] has work to do.
+    pub fn deadline(&self) -> Option<Instant> {
+        let ends = self.known.values().filter_map(|child| match child {
+            Child::Logger(_, end) => *end,
+            _ => None,
+        });
+        ends.min()
+    }
+
+    /// Kills the logging programs that have not exited in time after SIGTERM.
+    pub fn kill_late_loggers(&mut self, now: Instant) {
+        for (pid, child) in &mut self.known {
+            if let Child::Logger(_, end) = child
+                && end.take_if(|at| *at <= now).is_some()
+            {
+                // The child is not reaped yet, so its pid cannot have been reused.
+                let _ = sys::kill(*pid, libc::SIGKILL);
+            }
+        }
+    }
+}

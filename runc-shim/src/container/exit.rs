@@ -1,0 +1,133 @@
+//! Exits of the processes of a container, the ends of their streams, and OOM kills.
+
+use containerd_shim_protos::events::task as task_events;
+use protobuf::MessageField;
+
+use super::Container;
+use super::state::{Event, Notice, State};
+use crate::cgroup::oom_watch::OomWatch;
+use crate::exec;
+use crate::exits::Exit;
+use crate::log;
+use crate::process_key::ProcessKey;
+use crate::reactor::Source;
+use crate::services::Services;
+use crate::ttrpc::events;
+use crate::ttrpc::response;
+
+impl Container {
+    /// Handles the exit of a process.
+    pub fn process_exited(&mut self, services: &mut Services, key: &ProcessKey, exit: Exit) {
+        if *key == self.key {
+            self.unwatch_oom_kills(services);
+            self.change(services, Event::Exited(exit));
+            self.thaw();
+            self.kill_remaining(services);
+        } else if let Ok(exec) = self.exec(key) {
+            let pid = exec.state().pid();
+            if exec.change(exec::state::Event::Exited(exit)).is_ok() {
+                self.announce_exit(services, key, pid, exit);
+            }
+            self.announce_exit_if_done(services);
+        }
+    }
+
+    /// Announces the exit of the container, if no exec and no kill of remaining processes is left.
+    pub(super) fn announce_exit_if_done(&mut self, services: &mut Services) {
+        let has_live_execs = self.execs.values().any(|exec| exec.state().is_live());
+        let is_done = !has_live_execs && !self.kills_remaining();
+        if is_done && matches!(self.state, State::Exiting { .. }) {
+            self.change(services, Event::ExecsGone);
+        }
+    }
+
+    /// Sends the event that belongs to a change of the state.
+    pub(super) fn announce(&mut self, services: &mut Services, notice: Notice) {
+        let id = self.key.id.clone();
+        match notice {
+            Notice::Nothing => {}
+            Notice::Started(pid) => {
+                let mut event = task_events::TaskStart::new();
+                (event.container_id, event.pid) = (id, response::unsigned(pid));
+                services.send(events::START, &event);
+            }
+            Notice::Paused => {
+                let mut event = task_events::TaskPaused::new();
+                event.container_id = id;
+                services.send(events::PAUSED, &event);
+            }
+            Notice::Resumed => {
+                let mut event = task_events::TaskResumed::new();
+                event.container_id = id;
+                services.send(events::RESUMED, &event);
+            }
+            Notice::Exited(pid, exit) => {
+                self.announce_exit(services, &self.key.clone(), pid, exit);
+            }
+        }
+    }
+
+    /// Announces the exit of a process, and answers the calls that wait for it.
+    fn announce_exit(&mut self, services: &mut Services, key: &ProcessKey, pid: i32, exit: Exit) {
+        let mut event = task_events::TaskExit::new();
+        event.container_id.clone_from(&key.id);
+        event.id = key.process().to_owned();
+        event.pid = response::unsigned(pid);
+        event.exit_status = exit.status;
+        event.exited_at = MessageField::some(exit.at());
+        services.send_of(events::EXIT, &event, key);
+        if let Ok(process) = self.process(key) {
+            process.exited(services.copiers(), &key.id);
+            process.waiters().answer(services, exit);
+        }
+    }
+
+    /// Handles the end of a stream: hangs up the terminal of its process, and continues a deletion
+    /// that waits for the last output.
+    pub fn stream_ended(&mut self, services: &mut Services, stream: u32) {
+        let execs = self.execs.iter_mut();
+        let exec = execs.map(|(id, exec)| (id.as_str(), exec.process()));
+        let all = exec.chain([("", &mut self.process)]);
+        let found = { all }.find(|(_, process)| process.has_stream(stream));
+        let Some((exec, process)) = found else { return };
+        let key = ProcessKey::new(&self.key.id, exec);
+        process.stream_ended(services.copiers(), &key.id);
+        self.check_drained(services, &key);
+    }
+
+    /// Forgets a logging program that has exited, and continues a deletion that waits for it.
+    pub fn logger_ended(&mut self, services: &mut Services, key: &ProcessKey, pid: i32) {
+        if self.process(key).is_ok_and(|process| process.logger_ended(pid)) {
+            self.check_drained(services, key);
+        }
+    }
+
+    /// Watches the cgroup of the container, whose first process has this pid, for OOM kills. A
+    /// failure is logged, and the container runs.
+    pub(super) fn watch_oom_kills(&mut self, services: &Services, pid: i32) {
+        let Some(cgroup) = &self.cgroup else { return };
+        let source = Source::OomWatch(response::unsigned(pid));
+        match OomWatch::new(cgroup, services.reactor(), source) {
+            Ok(watch) => self.oom_watch = watch,
+            Err(e) => {
+                let id = &self.key.id;
+                log::warn(format_args!("container {id}: failed to watch for OOM kills: {e}"));
+            }
+        }
+    }
+
+    /// Handles a notification of the kernel: sends TaskOOM if a process was killed.
+    pub fn oom_event(&mut self, services: &mut Services) {
+        if self.oom_watch.as_mut().is_some_and(OomWatch::has_killed) {
+            let mut event = task_events::TaskOOM::new();
+            event.container_id.clone_from(&self.key.id);
+            services.send_oom(&event);
+        }
+    }
+
+    /// Ends the watch, after a last check, so that a kill is announced before the exit.
+    pub(super) fn unwatch_oom_kills(&mut self, services: &mut Services) {
+        self.oom_event(services);
+        self.oom_watch = None;
+    }
+}

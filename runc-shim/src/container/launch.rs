@@ -1,0 +1,310 @@
+//! The steps in which a process is created: those of a Create, of a Start that restores a
+//! container, and of the Start of an exec. [`Container::launch_next`] has their order.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+
+use containerd_shim_protos::api::Mount;
+
+use super::Container;
+use super::state::{Event, State};
+use super::steps::{Step, check_deadline};
+use crate::error::{Context as _, Error};
+use crate::io::console::ConsoleSocket;
+use crate::io::{self, Prepared};
+use crate::process_key::ProcessKey;
+use crate::root::fuse_program::FuseProgram;
+use crate::runtime::helper::{self, Action};
+use crate::runtime::{self, Place};
+use crate::services::Services;
+use crate::ttrpc::response::Answer;
+use crate::ttrpc::server::Reply;
+
+/// A step of the creation of a process, with what the next one needs.
+#[derive(Debug)]
+pub enum Launch {
+    /// Only in a Create: a helper mounts the root file system, or has a program mount a part of it.
+    Mounting { by_program: bool },
+    /// The logging program becomes ready. The process gets these streams.
+    StartingLogger(Prepared),
+    /// The runtime creates the process. It sends the terminal through the socket; without a
+    /// terminal these streams are copied afterwards.
+    Creating(Option<ConsoleSocket>, Prepared),
+    /// The process exists, and the logging program of its terminal becomes ready.
+    StartingTerminalLogger(Prepared),
+}
+
+impl Launch {
+    /// Whether the step waits for a logging program.
+    pub fn awaits_logger(&self) -> bool {
+        matches!(self, Self::StartingLogger(_) | Self::StartingTerminalLogger(_))
+    }
+}
+
+impl Container {
+    /// Begins a Create, whose root file system has these mounts.
+    pub(super) fn launch_with_mounts(
+        &mut self,
+        services: &mut Services,
+        reply: Reply,
+        mounts: Vec<Mount>,
+    ) -> Answer {
+        let key = self.key.clone();
+        if mounts.is_empty() {
+            return self.launch(services, &key, reply);
+        }
+        let begun = self.mount(services, reply, mounts);
+        begun.or_else(|e| self.launch_failed(services, &key, Some(reply), e, false))
+    }
+
+    /// Begins to create a process: the first one, or that of an exec.
+    pub(super) fn launch(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Reply,
+    ) -> Answer {
+        let begun = self.prepare(services, key, Some(reply));
+        begun.or_else(|e| self.launch_failed(services, key, Some(reply), e, false))
+    }
+
+    /// Continues after a step has ended, with the next one.
+    pub(super) fn launch_next(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        ended: Launch,
+        done: Result<(), Error>,
+    ) -> Answer {
+        let was_made = match &ended {
+            Launch::Mounting { .. } | Launch::StartingLogger(_) => false,
+            Launch::Creating(..) => done.is_ok(),
+            Launch::StartingTerminalLogger(_) => true,
+        };
+        let continued = match (done, ended) {
+            (Ok(()), Launch::Mounting { .. }) => self.prepare(services, key, reply),
+            (Ok(()), Launch::StartingLogger(streams)) => {
+                self.create_process(services, key, reply, streams)
+            }
+            (Ok(()), Launch::Creating(Some(console), _)) => {
+                self.take_terminal(services, key, reply, &console)
+            }
+            (Ok(()), Launch::Creating(None, streams))
+            | (Ok(()), Launch::StartingTerminalLogger(streams)) => {
+                self.attach(services, key, reply, streams)
+            }
+            (Err(e), Launch::Mounting { .. }) => Err(e),
+            (Err(e), Launch::StartingLogger(streams))
+            | (Err(e), Launch::Creating(_, streams))
+            | (Err(e), Launch::StartingTerminalLogger(streams)) => {
+                // A process that the runtime has left may hold the locks of these streams.
+                services.copiers().close(&key.id, streams.into_ends().collect());
+                Err(e)
+            }
+        };
+        continued.or_else(|e| self.launch_failed(services, key, reply, e, was_made))
+    }
+
+    /// Starts a helper that mounts the root file system.
+    fn mount(&mut self, services: &mut Services, reply: Reply, mounts: Vec<Mount>) -> Answer {
+        let by_program = mounts.iter().any(|mount| FuseProgram::of_type(&mount.type_).is_some());
+        let mounts = helper::mounts_file(mounts)?;
+        let step = Step::Launch(Launch::Mounting { by_program });
+        self.run_helper(services, Some(reply), step, Action::Mount, Some(mounts.as_fd()))?;
+        self.has_rootfs = true;
+        Ok(None)
+    }
+
+    /// Prepares the streams of the process. A process with a terminal has none yet: they are
+    /// prepared when the runtime has sent the terminal. The runtime does nothing for a container to
+    /// restore before its start.
+    fn prepare(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+    ) -> Answer {
+        if *key == self.key {
+            check_deadline(reply)?;
+        }
+        if self.state == State::Creating && !self.restore.is_empty() {
+            return self.created(services, None);
+        }
+        let owner = self.owner;
+        let stdio = self.process(key)?.stdio().clone();
+        if !stdio.is_none() {
+            services.copiers().start(&key.id)?;
+        }
+        let prepared = match stdio.terminal {
+            true => Prepared::default(),
+            false => io::prepare(&stdio, owner, key.process(), services.namespace())
+                .context("failed to create init process I/O")?,
+        };
+        self.await_logger(services, key, reply, prepared, Launch::StartingLogger)
+    }
+
+    /// Waits until the logging program is ready, if there is one.
+    fn await_logger(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        mut prepared: Prepared,
+        step: fn(Prepared) -> Launch,
+    ) -> Answer {
+        let Some(logger) = prepared.logger.take() else {
+            return match step(prepared) {
+                Launch::StartingLogger(it) => self.create_process(services, key, reply, it),
+                Launch::StartingTerminalLogger(it) => self.attach(services, key, reply, it),
+                _ => Ok(None),
+            };
+        };
+        self.begin_logger(services, key, reply, Step::Launch(step(prepared)), logger)?;
+        Ok(None)
+    }
+
+    /// Has the runtime create the process.
+    fn create_process(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        mut streams: Prepared,
+    ) -> Answer {
+        let console = self.console_socket(key)?;
+        let pid_file = self.pid_file(key).display().to_string();
+        let (bundle, path) = (self.open_bundle()?, self.bundle.display().to_string());
+        let (restore, input_path) = (self.restore.clone(), runtime::input_path());
+        let mut input_file = None;
+        let mut arguments: Vec<&str> = Vec::new();
+        if *key != self.key {
+            // The container may have exited while the logging program started.
+            self.check_not_exited()?;
+            arguments.extend(["exec", "--process", &input_path, "--detach"]);
+            arguments.extend(["--pid-file", &pid_file]);
+            input_file = Some(runtime::memory_file_of(&self.exec(key)?.take_spec())?);
+        } else if !restore.is_empty() {
+            arguments.extend(restore.iter().map(String::as_str));
+        } else {
+            arguments.extend(["create", "--bundle", &path, "--pid-file", &pid_file]);
+            arguments.extend(self.no_pivot_root.then_some("--no-pivot"));
+            arguments.extend(self.no_new_keyring.then_some("--no-new-keyring"));
+        }
+        let socket = console.as_ref().map(|console| console.name().to_owned());
+        if let Some(socket) = &socket {
+            arguments.extend(["--console-socket", socket]);
+        }
+        arguments.push(&key.id);
+        let child = std::mem::take(&mut streams.child);
+        let place = Place {
+            stdio: Some(child.each_ref().map(|fd| fd.as_ref().map(|fd| fd.as_fd()))),
+            directory: Some(bundle.as_fd()),
+            input_file: input_file.as_ref().map(|input_file| input_file.as_fd()),
+        };
+        // The streams are copied once the process is created: until then the runtime writes its
+        // own errors to them.
+        let step = Step::Launch(Launch::Creating(console, streams));
+        self.run_in(services, key, reply, step, &arguments, &place)?;
+        services.children().begin_start(key);
+        services.copiers().close(&key.id, child.into_iter().flatten().collect());
+        Ok(None)
+    }
+
+    /// Makes the socket through which the runtime sends a terminal, if the process gets one.
+    fn console_socket(&mut self, key: &ProcessKey) -> Result<Option<ConsoleSocket>, Error> {
+        if !self.process(key)?.stdio().terminal {
+            return Ok(None);
+        }
+        self.consoles = self.consoles.wrapping_add(1);
+        let name = format!("pty{}.sock", self.consoles);
+        ConsoleSocket::new(self.open_bundle()?.as_fd(), name)
+            .context("failed to create OCI runtime console socket")
+            .map(Some)
+    }
+
+    /// Receives the terminal of a process that the runtime has created.
+    fn take_terminal(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        console: &ConsoleSocket,
+    ) -> Answer {
+        let master = console.receive()?;
+        let terminal = master.try_clone();
+        let process = self.process(key)?;
+        let stdio = process.stdio().clone();
+        // The process has the terminal before its streams are prepared: also if that fails, the
+        // copier thread closes it.
+        process.set_console(services.copiers(), &key.id, Some(master));
+        let prepared = io::terminal(&stdio, &terminal?, key.process(), services.namespace())
+            .context("failed to start console copy")?;
+        self.await_logger(services, key, reply, prepared, Launch::StartingTerminalLogger)
+    }
+
+    /// Begins to copy the streams of the process, and completes the call.
+    fn attach(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        prepared: Prepared,
+    ) -> Answer {
+        if *key == self.key {
+            check_deadline(reply)?;
+        }
+        let pid_file = self.pid_file(key);
+        let pid = runtime::read_pid(&pid_file)?;
+        let Prepared { streams, stdin, .. } = prepared;
+        self.process(key)?.attach(services.copiers(), &key.id, streams, stdin)?;
+        let exit = services.children().started(key, pid, &pid_file)?;
+        if *key != self.key {
+            return self.exec_started(services, key, pid, exit);
+        }
+        if exit.is_none() {
+            // Only here: a reaped process has no cgroup, and its pid may have been reused.
+            self.cgroup = self.config.cgroup_with(&self.key.id, pid);
+            self.watch_oom_kills(services, pid);
+        }
+        let answer = match self.state {
+            State::Starting { .. } => self.started(services, pid),
+            _ => self.created(services, Some(pid)),
+        };
+        if let Some(exit) = exit {
+            self.process_exited(services, key, exit);
+        }
+        answer
+    }
+
+    /// Handles a failure: the process was not created, or it was created and cannot be used, and is
+    /// killed (`was_made`).
+    fn launch_failed(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        e: Error,
+        was_made: bool,
+    ) -> Answer {
+        services.children().start_failed(key);
+        if *key == self.key && self.state == State::Creating {
+            return self.create_failed(services, reply, e);
+        }
+        if was_made {
+            if let Ok(pid) = runtime::read_pid(&self.pid_file(key)) {
+                services.children().kill_unknown(pid);
+            }
+            // Other processes of an exec may have the terminal open: it hangs up.
+            if let Ok(process) = self.process(key) {
+                process.set_console(services.copiers(), &key.id, None::<OwnedFd>);
+            }
+        }
+        if *key == self.key {
+            self.change(services, Event::StartFailed);
+            self.announce_exit_if_done(services);
+        } else {
+            self.exec_failed(services, key);
+        }
+        Err(e)
+    }
+}

@@ -1,0 +1,513 @@
+//! The steps in which a container and its execs are: each waits for a command of the runtime, a
+//! helper or a logging program, carries what the next step needs, and has its deadline.
+//!
+//! A caller sends the time for which it waits (`timeout_nano`), and does not read the result after
+//! it. A command of the runtime that hangs would otherwise keep its container busy forever: an OCI
+//! hook, a file system or a stopped process may hang without a limit. At the deadline the command
+//! is killed, with all processes that descend from it, and the call fails as it does if the command
+//! fails. The end of a connection changes nothing: a restarted containerd finds what the
+//! interrupted call has completed, and a command that is killed leaves more to clean up than one
+//! that ends.
+
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::Container;
+use super::delete::{Attempt, Deletion};
+use super::discard::Left;
+use super::launch::Launch;
+use crate::children::Child;
+use crate::container::state::State;
+use crate::error::{Code, Error};
+use crate::exits::Exit;
+use crate::io::logger::{self, Logger};
+use crate::log;
+use crate::process_key::ProcessKey;
+use crate::reactor::{Source, UNWATCHED_WAIT};
+use crate::root::mark;
+use crate::runtime::Place;
+use crate::runtime::command::Command;
+use crate::runtime::descendants;
+use crate::runtime::helper::{self, Action, Work};
+use crate::runtime::output_pipe::Watch;
+use crate::services::Services;
+use crate::sys;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::Reply;
+
+/// How long commands may delay the announcement of a container's exit. An exec may have succeeded
+/// before the exit: its command has the time to end by itself.
+const AFTER_EXIT: Duration = Duration::from_secs(30);
+
+/// How long the runtime may take to delete a container, whatever the deadline of the call: kubelet
+/// sees the exit of the container only after its deletion.
+const DELETE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A step of an operation of a container or of one of its execs.
+#[derive(Debug)]
+pub enum Step {
+    /// A step of a Create, of a Start that restores a container, or of the Start of an exec.
+    Launch(Launch),
+    /// The runtime starts the container.
+    Start,
+    /// A step of a Delete.
+    Delete(Deletion),
+    /// Removes a part of what a failed Create has left. The Create fails with the error; `None`: a
+    /// later attempt or a Delete, so that no Create waits for the error.
+    Discard(Left, Option<Error>),
+    /// The runtime sends this signal to the container.
+    Kill(i32),
+    /// The runtime kills the processes that remain after the first process has exited.
+    KillRemaining,
+    /// The runtime pauses the container.
+    Pause,
+    /// The runtime resumes the container.
+    Resume,
+    /// The runtime changes the resources of the container.
+    Update,
+    /// The runtime writes a checkpoint into `path`; `work` is CRIU's work directory, if it is
+    /// removed afterwards.
+    Checkpoint { path: String, work: Option<PathBuf> },
+}
+
+impl Step {
+    /// Whether the deadline of the call limits the step. A removal continues after it, because an
+    /// interrupted one leaves more than it has found.
+    fn is_limited(&self) -> bool {
+        !matches!(self, Self::Discard(..) | Self::Delete(_) | Self::KillRemaining)
+    }
+
+    /// The time that the step has whatever the deadline of the call; `None`: no limit.
+    fn own_limit(&self) -> Option<Duration> {
+        match self {
+            Self::Delete(Deletion::Runtime(_)) | Self::Discard(Left::Container, _) => {
+                Some(DELETE_TIMEOUT)
+            }
+            Self::Launch(step) if step.awaits_logger() => Some(logger::READY_TIMEOUT),
+            _ => None,
+        }
+    }
+
+    /// Whether a killed command may leave the container frozen: runc freezes the cgroup for a while
+    /// in these commands.
+    fn may_freeze(&self) -> bool {
+        matches!(self, Self::Pause | Self::Update | Self::Kill(_) | Self::KillRemaining)
+    }
+
+    /// The begin of the error message of a command that has failed.
+    fn failure(&self, key: &ProcessKey, state: State) -> &'static str {
+        match self {
+            Self::Launch(Launch::Mounting { .. }) => "failed to mount rootfs component",
+            Self::Launch(_) if !key.exec.is_empty() => "OCI runtime exec failed",
+            Self::Launch(_) if state == State::Creating => "OCI runtime create failed",
+            Self::Launch(_) => "OCI runtime restore failed",
+            Self::Start => "OCI runtime start failed",
+            Self::Delete(Deletion::Runtime(_)) | Self::Discard(Left::Container, _) => {
+                "failed to delete task"
+            }
+            Self::Delete(Deletion::Cgroup(_)) | Self::Discard(Left::Cgroup, _) => "remove cgroup",
+            Self::Delete(Deletion::Mounts) | Self::Discard(Left::Mounts, _) => {
+                "failed rootfs umount"
+            }
+            Self::Kill(_) => "",
+            Self::KillRemaining => "OCI runtime killall failed",
+            Self::Pause => "OCI runtime pause failed",
+            Self::Resume => "OCI runtime resume failed",
+            Self::Update => "OCI runtime update failed",
+            Self::Checkpoint { .. } => "OCI runtime checkpoint failed",
+        }
+    }
+}
+
+/// What a step waits for.
+#[derive(Debug)]
+enum Wait {
+    /// A command of the runtime or a helper.
+    Command(Command),
+    /// A logging program that is not ready yet.
+    Logger(Logger),
+}
+
+/// A step that waits.
+#[derive(Debug)]
+pub struct Pending {
+    wait: Wait,
+    step: Step,
+    /// The container or the exec.
+    key: ProcessKey,
+    /// The caller that waits for the result, if any.
+    reply: Option<Reply>,
+    /// When the step ends at the latest, whatever the deadline of the call.
+    limit: Option<Instant>,
+    /// A Delete has cancelled the creation of the container.
+    is_cancelled: bool,
+    /// The command was killed at its deadline.
+    was_killed: bool,
+}
+
+impl Pending {
+    /// The container or the exec that the step is of.
+    pub fn key(&self) -> &ProcessKey {
+        &self.key
+    }
+
+    fn has_pid(&self, wanted: i32) -> bool {
+        match &self.wait {
+            Wait::Command(command) => command.pid == wanted,
+            Wait::Logger(logger) => logger.pid == wanted,
+        }
+    }
+
+    fn is_late(&self, now: Instant) -> bool {
+        self.end().is_some_and(|at| at <= now)
+    }
+
+    /// When the step must end; `None`: it has no limit, or its command was killed.
+    fn end(&self) -> Option<Instant> {
+        if self.was_killed {
+            return None;
+        }
+        let is_limited = self.step.is_limited() && matches!(self.wait, Wait::Command(_));
+        let reply = self.reply.filter(|_| is_limited);
+        let call = reply.and_then(|reply| reply.deadline());
+        [call, self.limit].into_iter().flatten().min()
+    }
+
+    /// When the step must end, or when its pipes are read because epoll cannot watch them: the node
+    /// has no memory or too many watches.
+    pub fn deadline(&self) -> Option<Instant> {
+        let Wait::Command(command) = &self.wait else { return self.end() };
+        let is_unwatched = command.open_pipes().any(|pipe| pipe.watch() == Watch::Timer);
+        let read = is_unwatched.then(|| Instant::now() + UNWATCHED_WAIT);
+        [self.end(), read].into_iter().flatten().min()
+    }
+
+    /// Kills the command and the processes that it has started. A `runc init` that a process of the
+    /// container has stopped, or a hook, does not exit with its parent.
+    fn kill(&mut self, pid: i32, namespace: &str) {
+        self.was_killed = true;
+        let id = &self.key.id;
+        let why = match self.is_cancelled {
+            true => "a Delete cancels the creation",
+            false => "runtime command timed out",
+        };
+        log::warn(format_args!("container {id}: {why}; killing process {pid} and its children"));
+        match self.step {
+            // CRIU has stopped the processes of the container, and must resume them itself. The
+            // command is not reaped yet, so its pid cannot have been reused.
+            Step::Checkpoint { .. } => drop(sys::kill(pid, libc::SIGKILL)),
+            Step::Launch(Launch::Mounting { by_program: true }) => {
+                descendants::kill(pid, Some(&mark::entry(namespace, id)));
+            }
+            _ => descendants::kill(pid, None),
+        }
+    }
+}
+
+impl Container {
+    /// Starts a command of the runtime, whose end is that of `step`.
+    pub(super) fn run(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        step: Step,
+        arguments: &[&str],
+    ) -> Result<(), Error> {
+        self.run_in(services, key, reply, step, arguments, &Place::default())
+    }
+
+    /// [`Container::run`] with descriptors for the command.
+    pub(super) fn run_in(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        step: Step,
+        arguments: &[&str],
+        place: &Place<'_>,
+    ) -> Result<(), Error> {
+        if step.is_limited() {
+            check_deadline(reply)?;
+        }
+        // The working directory identifies the commands of a dead shim to `cleanup::delete`.
+        let bundle = self.open_bundle().ok();
+        let here = bundle.as_ref().map(|bundle| bundle.as_fd());
+        let place = Place { directory: place.directory.or(here), ..*place };
+        let command = self.runtime.start(arguments, &place)?;
+        self.begin(services, key, reply, step, command);
+        Ok(())
+    }
+
+    /// Starts a helper, whose end is that of `step`.
+    pub(super) fn run_helper(
+        &mut self,
+        services: &mut Services,
+        reply: Option<Reply>,
+        step: Step,
+        action: Action,
+        input_file: Option<BorrowedFd<'_>>,
+    ) -> Result<(), Error> {
+        let (namespace, id) = (services.namespace(), &self.key.id);
+        let work = Work { action, namespace, id, bundle: &self.bundle, input_file };
+        let command = helper::start(&work)?;
+        self.begin(services, &self.key.clone(), reply, step, command);
+        Ok(())
+    }
+
+    fn begin(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        step: Step,
+        mut command: Command,
+    ) {
+        services.watch_output(&mut command);
+        services.children().add(command.pid, Child::Command(key.clone()));
+        self.wait_for(Wait::Command(command), key, reply, step);
+    }
+
+    /// Waits until a logging program that was just started is ready.
+    pub(super) fn begin_logger(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        step: Step,
+        logger: Logger,
+    ) -> Result<(), Error> {
+        let source = Source::Logger(response::unsigned(logger.pid));
+        services.children().add(logger.pid, Child::Logger(key.clone(), None));
+        services.watch(&logger.ready, source)?;
+        self.wait_for(Wait::Logger(logger), key, reply, step);
+        Ok(())
+    }
+
+    fn wait_for(&mut self, wait: Wait, key: &ProcessKey, reply: Option<Reply>, step: Step) {
+        let limit = step.own_limit().map(|time| Instant::now() + time);
+        let (is_cancelled, was_killed) = (false, false);
+        let key = key.clone();
+        self.pending.push(Pending { wait, step, key, reply, limit, is_cancelled, was_killed });
+    }
+
+    fn take_pending(&mut self, pid: i32) -> Option<Pending> {
+        let at = self.pending.iter().position(|pending| pending.has_pid(pid))?;
+        Some(self.pending.remove(at))
+    }
+
+    /// Reads what a command has written.
+    pub fn output_ready(&mut self, services: &Services, pid: i32) {
+        let Some(pending) = self.pending.iter_mut().find(|pending| pending.has_pid(pid)) else {
+            return;
+        };
+        let Wait::Command(command) = &mut pending.wait else { return };
+        for pipe in command.pipes_mut().filter(|pipe| pipe.watch() == Watch::Epoll) {
+            if pipe.advance() {
+                // It fails only if nothing is watched.
+                let _ = services.reactor().remove(&*pipe);
+            }
+        }
+    }
+
+    /// Reads the pipes that epoll cannot watch.
+    pub fn read_unwatched_output(&mut self) {
+        for pending in &mut self.pending {
+            let Wait::Command(command) = &mut pending.wait else { continue };
+            for pipe in command.pipes_mut().filter(|pipe| pipe.watch() == Watch::Timer) {
+                pipe.advance();
+            }
+        }
+    }
+
+    /// Handles the exit of a command or helper: continues with the next step.
+    pub fn command_ended(&mut self, services: &mut Services, pid: i32, exit: Exit) {
+        let Some(pending) = self.take_pending(pid) else { return };
+        let Pending { wait, mut step, key, reply, limit, is_cancelled, was_killed } = pending;
+        let Wait::Command(mut command) = wait else { return };
+        // A process that is being started may have a copy of the pipe.
+        for pipe in command.pipes_mut().filter(|pipe| pipe.watch() == Watch::Epoll) {
+            let _ = services.reactor().remove(&*pipe);
+        }
+        let mut done = match exit.status {
+            0 => Ok(()),
+            status => {
+                let what = step.failure(&key, self.state);
+                let e = command.failure(what, status, Some(&self.bundle));
+                Err(if was_killed { killed(&e, is_cancelled) } else { e })
+            }
+        };
+        if let Step::Launch(_) = &step
+            && key == self.key
+            && self.state == State::Creating
+        {
+            // A command may also succeed at the moment at which it is killed.
+            done = done.and_then(|()| check_deadline(reply)).and_then(|()| check_limit(limit));
+        }
+        // A signal may also be one of another program, such as the kernel's OOM killer.
+        let was_interrupted = was_killed || exit.is_by_signal();
+        match &step {
+            Step::Launch(Launch::Creating(..)) if key == self.key => {
+                self.may_have_left_cgroup |= was_interrupted;
+            }
+            Step::Launch(Launch::Mounting { by_program: true }) if done.is_err() => {
+                // What the program has left may still be going to mount.
+                descendants::kill(pid, Some(&mark::entry(services.namespace(), &key.id)));
+            }
+            _ => {}
+        }
+        if let Step::Delete(Deletion::Runtime(attempt)) = &mut step
+            && was_killed
+        {
+            // It would hang again. The next Delete is the next attempt.
+            (self.must_force, *attempt) = (true, Attempt::Last);
+        }
+        let may_be_frozen = was_interrupted && step.may_freeze();
+        let answer = self.next(services, &key, reply, step, done, was_interrupted);
+        if may_be_frozen {
+            self.thaw_running();
+        }
+        if let Some(reply) = reply {
+            services.respond(reply, answer);
+        }
+        self.release(services, &key);
+    }
+
+    /// Continues after a step has ended.
+    fn next(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        step: Step,
+        done: Result<(), Error>,
+        was_interrupted: bool,
+    ) -> Answer {
+        match step {
+            Step::Launch(step) => self.launch_next(services, key, reply, step, done),
+            Step::Start => self.start_ended(services, done),
+            Step::Delete(step) => self.delete_next(services, reply, step, done),
+            Step::Discard(left, reason) => self.discard_next(services, reply, left, reason, done),
+            Step::Kill(signal) => self.kill_ended(signal, done),
+            Step::KillRemaining => {
+                self.remaining_killed(services, done);
+                Ok(None)
+            }
+            Step::Pause => self.pause_ended(services, done, false),
+            Step::Resume => self.pause_ended(services, done, was_interrupted),
+            Step::Update => done.and_then(|()| response::empty()),
+            Step::Checkpoint { path, work } => self.checkpoint_ended(services, &path, work, done),
+        }
+    }
+
+    /// Continues when a logging program has reported that it is ready, or has failed.
+    pub fn logger_ready(&mut self, services: &mut Services, pid: i32) {
+        let Some(pending) = self.pending.iter().find(|pending| pending.has_pid(pid)) else {
+            return;
+        };
+        if let Wait::Logger(logger) = &pending.wait
+            && let Some(ready) = logger.is_ready()
+        {
+            self.logger_done(services, pid, ready);
+        }
+    }
+
+    fn logger_done(&mut self, services: &mut Services, pid: i32, ready: Result<(), Error>) {
+        let Some(Pending { step, key, reply, .. }) = self.take_pending(pid) else { return };
+        let Step::Launch(step) = step else { return };
+        // A logging program that has exited was reaped: its pid may have been reused.
+        let is_logger = matches!(services.children().find(pid), Some(Child::Logger(..)));
+        if ready.is_err() && is_logger {
+            services.children().end_logger(pid);
+        }
+        if let Ok(process) = self.process(&key) {
+            process.set_logger(is_logger.then_some(pid));
+        }
+        let answer = self.launch_next(services, &key, reply, step, ready);
+        if let Some(reply) = reply {
+            services.respond(reply, answer);
+        }
+        self.release(services, &key);
+    }
+
+    /// Kills the commands whose time is over, and fails the starts whose logging programs are not
+    /// ready in time.
+    pub(super) fn end_late_steps(&mut self, services: &mut Services, now: Instant) {
+        let mut late = Vec::new();
+        for pending in self.pending.iter_mut().filter(|pending| pending.is_late(now)) {
+            match &pending.wait {
+                Wait::Command(command) => pending.kill(command.pid, services.namespace()),
+                Wait::Logger(logger) => late.push(logger.pid),
+            }
+        }
+        for pid in late {
+            let e = Error::new(Code::DEADLINE_EXCEEDED, "logging binary is not ready in time");
+            self.logger_done(services, pid, Err(e));
+        }
+    }
+
+    /// Cancels the creation for a Delete, which is queued: containerd deletes a container whose
+    /// Create it has given up, and would not know of one that is created after that. Kills the
+    /// command that runs, and starts no other.
+    pub(super) fn cancel_creation(&mut self, services: &mut Services) {
+        let mut loggers = Vec::new();
+        for pending in self.pending.iter_mut().filter(|pending| pending.key == self.key) {
+            (pending.limit, pending.is_cancelled) = (Some(Instant::now()), true);
+            if let Wait::Logger(logger) = &pending.wait {
+                loggers.push(logger.pid);
+            }
+        }
+        for pid in loggers {
+            let e = Error::state("the container is being deleted");
+            self.logger_done(services, pid, Err(e));
+        }
+    }
+
+    /// Limits the commands that delay the announcement of the exit, after the first process has
+    /// exited: the start of an exec, and the kill of the remaining processes.
+    pub(super) fn limit_after_exit(&mut self) {
+        let limit = Instant::now() + AFTER_EXIT;
+        for pending in &mut self.pending {
+            let is_exec = pending.key != self.key
+                && matches!(pending.step, Step::Launch(Launch::Creating(..)));
+            if is_exec || matches!(pending.step, Step::KillRemaining) {
+                pending.limit = Some(limit);
+            }
+        }
+    }
+
+    /// Whether the runtime kills remaining processes.
+    pub(super) fn kills_remaining(&self) -> bool {
+        self.pending.iter().any(|pending| matches!(pending.step, Step::KillRemaining))
+    }
+
+    /// Fails the calls whose steps end with the container.
+    pub(super) fn forget_steps(&mut self, services: &mut Services) {
+        for pending in std::mem::take(&mut self.pending) {
+            if let Some(reply) = pending.reply {
+                services.respond(reply, Err(super::missing()));
+            }
+        }
+    }
+}
+
+/// Fails if the deadline of a call has passed. The caller of a Create has given up then, has
+/// removed the bundle, and would not know of the container.
+pub(super) fn check_deadline(reply: Option<Reply>) -> Result<(), Error> {
+    check_limit(reply.and_then(|reply| reply.deadline()))
+}
+
+/// Fails if this time has passed.
+fn check_limit(limit: Option<Instant>) -> Result<(), Error> {
+    match limit.is_some_and(|at| at <= Instant::now()) {
+        true => Err(Error::deadline_passed()),
+        false => Ok(()),
+    }
+}
+
+/// The error of a command that was killed at its deadline, or because its container is deleted.
+fn killed(e: &Error, is_cancelled: bool) -> Error {
+    let why = if is_cancelled { "a Delete cancels the creation" } else { "the command timed out" };
+    Error::new(Code::DEADLINE_EXCEEDED, format!("{e}; killed: {why}"))
+}

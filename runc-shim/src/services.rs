@@ -1,0 +1,163 @@
+//! The parts of the shim that its containers and its sandbox use: the server, the queue of events,
+//! the children, the copier threads and the epoll instance.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use containerd_shim_protos::events::task::TaskOOM;
+use protobuf::Message;
+use rustix::event::epoll::EventFlags;
+
+use crate::children::Children;
+use crate::error::{Context as _, Error};
+use crate::exits::Exit;
+use crate::io::copiers::Copiers;
+use crate::process_key::ProcessKey;
+use crate::reactor::{Reactor, Source};
+use crate::runtime::command::Command;
+use crate::ttrpc::events::{Events, Kind};
+use crate::ttrpc::request::Request;
+use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::server::{Reply, Server};
+
+/// The shared parts of the shim.
+#[derive(Debug)]
+pub struct Services {
+    reactor: Reactor,
+    server: Server,
+    events: Events,
+    children: Children,
+    copiers: Copiers,
+    /// containerd's namespace.
+    namespace: String,
+    /// Calls that have waited for a command and can be executed now.
+    released: Vec<(Reply, Request)>,
+}
+
+impl Services {
+    /// Serves on a listening socket, and sends the events of a namespace to the socket at `events`.
+    ///
+    /// # Errors
+    /// The kernel refuses a descriptor.
+    pub fn new(
+        listener: OwnedFd,
+        namespace: String,
+        events: Option<String>,
+    ) -> Result<Self, Error> {
+        let reactor = Reactor::new().context("make epoll instance")?;
+        Ok(Self {
+            server: Server::new(listener, &reactor).context("serve")?,
+            events: Events::new(events, namespace.clone()),
+            children: Children::default(),
+            copiers: Copiers::new(&reactor).context("watch copier threads")?,
+            reactor,
+            namespace,
+            released: Vec::new(),
+        })
+    }
+
+    /// The epoll instance.
+    pub fn reactor(&self) -> &Reactor {
+        &self.reactor
+    }
+
+    /// The server, with the epoll instance that it uses.
+    pub fn server(&mut self) -> (&mut Server, &Reactor) {
+        (&mut self.server, &self.reactor)
+    }
+
+    /// The queue of events, with the epoll instance that it uses.
+    pub fn events(&mut self) -> (&mut Events, &Reactor) {
+        (&mut self.events, &self.reactor)
+    }
+
+    /// The children.
+    pub fn children(&mut self) -> &mut Children {
+        &mut self.children
+    }
+
+    /// The copier threads.
+    pub fn copiers(&mut self) -> &mut Copiers {
+        &mut self.copiers
+    }
+
+    /// containerd's namespace.
+    pub fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    /// Whether no answer, event, output or command is pending.
+    pub fn is_idle(&self) -> bool {
+        self.events.is_empty()
+            && !self.server.has_unsent()
+            && !self.copiers.has_pending_work()
+            && !self.children.has_commands()
+    }
+
+    /// Answers a call, unless it is answered later.
+    pub fn respond(&mut self, reply: Reply, answer: Answer) {
+        if let Some(answer) = answer.transpose() {
+            self.server.respond(reply, answer, &self.reactor);
+        }
+    }
+
+    /// Answers calls of Wait.
+    pub fn answer_waiters(&mut self, waiters: Vec<Reply>, exit: Exit) {
+        for waiter in waiters {
+            let answer = response::now(&response::waited(exit));
+            self.respond(waiter, answer);
+        }
+    }
+
+    /// Sends an event to containerd.
+    pub fn send(&mut self, kind: Kind, event: &impl Message) {
+        self.events.send(kind, event, &self.reactor);
+    }
+
+    /// Sends an event of a process to containerd.
+    pub fn send_of(&mut self, kind: Kind, event: &impl Message, key: &ProcessKey) {
+        if key.exec.is_empty() {
+            self.events.send(kind, event, &self.reactor);
+        } else {
+            self.events.send_of_exec(kind, event, key, &self.reactor);
+        }
+    }
+
+    /// Sends TaskOOM to containerd.
+    pub fn send_oom(&mut self, event: &TaskOOM) {
+        self.events.send_oom(event, &self.reactor);
+    }
+
+    /// Drops the queued events of a deleted exec, if too many events are queued.
+    pub fn exec_deleted(&mut self, key: &ProcessKey) {
+        self.events.exec_deleted(key);
+    }
+
+    /// Has calls executed that have waited for a command.
+    pub fn release(&mut self, calls: impl IntoIterator<Item = (Reply, Request)>) {
+        self.released.extend(calls);
+    }
+
+    /// The calls to execute now.
+    pub fn take_released(&mut self) -> Vec<(Reply, Request)> {
+        std::mem::take(&mut self.released)
+    }
+
+    /// Has epoll report when a descriptor can be read.
+    ///
+    /// # Errors
+    /// The kernel has no memory, or too many watches.
+    pub fn watch(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
+        self.reactor.add(fd, source, EventFlags::IN)
+    }
+
+    /// Has epoll report what a command writes.
+    pub fn watch_output(&self, command: &mut Command) {
+        let source = Source::Output(response::unsigned(command.pid));
+        for pipe in command.pipes_mut() {
+            if self.watch(&*pipe, source).is_ok() {
+                pipe.set_watched();
+            }
+        }
+    }
+}
