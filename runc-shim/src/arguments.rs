@@ -76,10 +76,10 @@ mod tests {
 
     #[test]
     fn the_arguments_of_a_shim_are_parsed() {
-        let of = |line: &str| Arguments::parse(line.split_whitespace().map(str::to_owned)).ok();
+        let parse = |line: &str| Arguments::parse(line.split_whitespace().map(str::to_owned)).ok();
         let serve =
             Arguments { namespace: "k8s.io".to_owned(), id: "a".to_owned(), ..Default::default() };
-        assert_eq!(of("-namespace k8s.io -id a -address /run/c.sock"), Some(serve));
+        assert_eq!(parse("-namespace k8s.io -id a -address /run/c.sock"), Some(serve));
         let delete = Arguments {
             namespace: "k8s.io".to_owned(),
             id: "-namespace".to_owned(),
@@ -87,8 +87,8 @@ mod tests {
             action: "delete".to_owned(),
         };
         let line = "-debug -id -namespace --namespace=k8s.io -publish-binary c -bundle /b delete";
-        assert_eq!(of(line), Some(delete));
-        assert_eq!(of("-id a"), None);
-        assert_eq!(of("-namespace ../a"), None);
+        assert_eq!(parse(line), Some(delete));
+        assert_eq!(parse("-id a"), None);
+        assert_eq!(parse("-namespace ../a"), None);
     }
 }

@@ -24,8 +24,8 @@ impl Container {
             Event::Pause => (Step::Pause, "pause"),
             _ => (Step::Resume, "resume"),
         };
-        let key = self.key.clone();
-        self.run(services, &key, Some(reply), step, &[word, &key.id])?;
+        let caller = self.caller(Some(reply));
+        self.run(services, &caller, step, &[word, &caller.key.id], Place::default())?;
         self.state = next;
         Ok(None)
     }
@@ -63,9 +63,9 @@ impl Container {
             .map_err(|e| Error::new(Code::INVALID_ARGUMENT, format!("resources: {e}")))?;
         let file = runtime::memory_file_of(resources)?;
         let place = Place { input_file: Some(file.as_fd()), ..Place::default() };
-        let (key, input_path) = (self.key.clone(), runtime::input_path());
-        let arguments = ["update", "--resources", &input_path, &key.id];
-        self.run_in(services, &key, Some(reply), Step::Update, &arguments, &place)?;
+        let (caller, input_path) = (self.caller(Some(reply)), runtime::input_path());
+        let arguments = ["update", "--resources", &input_path, &caller.key.id];
+        self.run(services, &caller, Step::Update, &arguments, place)?;
         Ok(None)
     }
 
@@ -106,7 +106,7 @@ impl Container {
         }
         arguments.push(&request.id);
         let step = Step::Checkpoint { path: request.path.clone(), work: removed };
-        self.run(services, &self.key.clone(), Some(reply), step, &arguments)?;
+        self.run(services, &self.caller(Some(reply)), step, &arguments, Place::default())?;
         Ok(None)
     }
 

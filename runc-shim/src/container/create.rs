@@ -9,6 +9,7 @@ use containerd_shim_protos::events::task as task_events;
 use super::Container;
 use super::config::Config;
 use super::state::{self, Event, State};
+use super::steps::Caller;
 use crate::error::{Code, Error};
 use crate::io::process_streams::ProcessStreams;
 use crate::io::{Owner, Stdio};
@@ -101,12 +102,12 @@ impl Container {
     pub(super) fn create_failed(
         &mut self,
         services: &mut Services,
-        reply: Option<Reply>,
+        caller: &Caller,
         reason: Error,
     ) -> Answer {
         self.change(services, Event::CreateFailed);
         self.create_event = None;
-        self.discard(services, reply, Some(reason))
+        self.discard(services, caller, Some(reason))
     }
 }
 

@@ -7,12 +7,13 @@ use containerd_shim_protos::events::task as task_events;
 use protobuf::MessageField;
 
 use super::state::{self, Event, State};
-use super::steps::Step;
+use super::steps::{Caller, Step};
 use super::{Container, missing};
 use crate::error::Error;
 use crate::exec;
 use crate::exits::Exit;
 use crate::process_key::ProcessKey;
+use crate::runtime::Place;
 use crate::runtime::helper::Action;
 use crate::services::Services;
 use crate::ttrpc::events;
@@ -44,7 +45,7 @@ impl Container {
     /// Deletes the container, when its last output is copied.
     pub(super) fn delete(&mut self, services: &mut Services, reply: Reply) -> Answer {
         if self.state == State::Discarding {
-            return self.discard(services, Some(reply), None);
+            return self.discard(services, &self.caller(Some(reply)), None);
         }
         let (next, _) = state::step(self.state, Event::Delete).map_err(Error::state)?;
         self.state = next;
@@ -53,21 +54,15 @@ impl Container {
         if has_exited && self.process.drain(services.copiers(), &self.key.id, reply)? {
             return Ok(None);
         }
-        self.run_delete(services, Some(reply), Attempt::First)
+        self.run_delete(services, &self.caller(Some(reply)), Attempt::First)
     }
 
-    fn run_delete(
-        &mut self,
-        services: &mut Services,
-        reply: Option<Reply>,
-        attempt: Attempt,
-    ) -> Answer {
-        let key = self.key.clone();
+    fn run_delete(&mut self, services: &mut Services, caller: &Caller, attempt: Attempt) -> Answer {
         let mut arguments = vec!["delete"];
         arguments.extend(self.must_force.then_some("--force"));
-        arguments.push(&key.id);
+        arguments.push(&caller.key.id);
         let step = Step::Delete(Deletion::Runtime(attempt));
-        let run = self.run(services, &key, reply, step, &arguments);
+        let run = self.run(services, caller, step, &arguments, Place::default());
         run.map(|()| None).or_else(|e| self.delete_failed(services, e))
     }
 
@@ -75,7 +70,7 @@ impl Container {
     pub(super) fn delete_next(
         &mut self,
         services: &mut Services,
-        reply: Option<Reply>,
+        caller: &Caller,
         ended: Deletion,
         done: Result<(), Error>,
     ) -> Answer {
@@ -86,22 +81,22 @@ impl Container {
                 if attempt == Attempt::First {
                     // runc removes no cgroup whose path is too long for a system call.
                     let step = Step::Delete(Deletion::Cgroup(e.clone()));
-                    self.run_remove_cgroup(services, reply, step).map_err(|_| e)
+                    self.run_remove_cgroup(services, caller, step).map_err(|_| e)
                 } else {
                     Err(e)
                 }
             }
             (Deletion::Runtime(_), _) if self.may_have_left_cgroup => {
                 let reason = Error::unknown("the runtime was killed");
-                self.run_remove_cgroup(services, reply, Step::Delete(Deletion::Cgroup(reason)))
+                self.run_remove_cgroup(services, caller, Step::Delete(Deletion::Cgroup(reason)))
             }
             (Deletion::Runtime(_), _) if self.has_rootfs => {
                 let step = Step::Delete(Deletion::Mounts);
-                self.run_helper(services, reply, step, Action::Unmount, None)
+                self.run_helper(services, caller, step, Action::Unmount, None)
             }
             (Deletion::Cgroup(_), Ok(())) => {
                 self.may_have_left_cgroup = false;
-                return self.run_delete(services, reply, Attempt::Last);
+                return self.run_delete(services, caller, Attempt::Last);
             }
             (Deletion::Cgroup(reason), Err(e)) => {
                 let message = format!("{reason}; {e}");
@@ -191,7 +186,7 @@ impl Container {
     /// Continues the deletion of a process that has waited for its last output.
     pub(super) fn drained(&mut self, services: &mut Services, key: &ProcessKey, reply: Reply) {
         let answer = match key.exec.as_str() {
-            "" => self.run_delete(services, Some(reply), Attempt::First),
+            "" => self.run_delete(services, &self.caller(Some(reply)), Attempt::First),
             _ => self.remove_exec(services, key),
         };
         services.respond(reply, answer);

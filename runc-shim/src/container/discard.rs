@@ -8,14 +8,13 @@ use containerd_shim_protos::api::DeleteResponse;
 use protobuf::MessageField;
 
 use super::Container;
-use super::steps::Step;
+use super::steps::{Caller, Step};
 use crate::error::Error;
 use crate::exits::{Exit, UNKNOWN};
-use crate::runtime;
 use crate::runtime::helper::Action;
+use crate::runtime::{self, Place};
 use crate::services::Services;
 use crate::ttrpc::response::{self, Answer};
-use crate::ttrpc::server::Reply;
 
 /// Delays between attempts: the first and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
@@ -47,18 +46,17 @@ impl Container {
     pub(super) fn discard(
         &mut self,
         services: &mut Services,
-        reply: Option<Reply>,
+        caller: &Caller,
         reason: Option<Error>,
     ) -> Answer {
-        let key = self.key.clone();
         let step = |left| Step::Discard(left, reason.clone());
-        let begun = if self.runtime.knows(&key.id) {
-            let arguments = ["delete", "--force", &key.id];
-            self.run(services, &key, reply, step(Left::Container), &arguments)
+        let begun = if self.runtime.knows(&caller.key.id) {
+            let arguments = ["delete", "--force", &caller.key.id];
+            self.run(services, caller, step(Left::Container), &arguments, Place::default())
         } else if self.may_have_left_cgroup {
-            self.run_remove_cgroup(services, reply, step(Left::Cgroup))
+            self.run_remove_cgroup(services, caller, step(Left::Cgroup))
         } else if self.has_rootfs {
-            self.run_helper(services, reply, step(Left::Mounts), Action::Unmount, None)
+            self.run_helper(services, caller, step(Left::Mounts), Action::Unmount, None)
         } else {
             self.forget(services);
             return reason.map_or_else(deleted, Err);
@@ -70,7 +68,7 @@ impl Container {
     pub(super) fn discard_next(
         &mut self,
         services: &mut Services,
-        reply: Option<Reply>,
+        caller: &Caller,
         left: Left,
         reason: Option<Error>,
         done: Result<(), Error>,
@@ -85,7 +83,7 @@ impl Container {
             (Left::Cgroup, Ok(())) => self.may_have_left_cgroup = false,
             (Left::Mounts, Ok(())) => self.has_rootfs = false,
         }
-        self.discard(services, reply, reason)
+        self.discard(services, caller, reason)
     }
 
     fn discard_failed(&mut self, reason: Option<Error>, e: Error) -> Answer {
@@ -101,11 +99,11 @@ impl Container {
     pub(super) fn run_remove_cgroup(
         &mut self,
         services: &mut Services,
-        reply: Option<Reply>,
+        caller: &Caller,
         step: Step,
     ) -> Result<(), Error> {
         let path = runtime::memory_file_of(self.config.cgroups_path.as_bytes())?;
-        self.run_helper(services, reply, step, Action::RemoveCgroup, Some(path.as_fd()))
+        self.run_helper(services, caller, step, Action::RemoveCgroup, Some(path.as_fd()))
     }
 }
 

@@ -9,7 +9,7 @@ use crate::cgroup::Cgroup;
 use crate::error::{Code, Error};
 use crate::exec;
 use crate::process_key::ProcessKey;
-use crate::runtime;
+use crate::runtime::{self, Place};
 use crate::services::Services;
 use crate::sys;
 use crate::ttrpc::response::{self, Answer};
@@ -51,7 +51,8 @@ impl Container {
         let mut arguments = vec!["kill"];
         arguments.extend(request.all.then_some("--all"));
         arguments.extend([key.id.as_str(), &number]);
-        self.run(services, key, Some(reply), Step::Kill(signal), &arguments)?;
+        let caller = self.caller(Some(reply));
+        self.run(services, &caller, Step::Kill(signal), &arguments, Place::default())?;
         Ok(None)
     }
 
@@ -96,9 +97,10 @@ impl Container {
     pub(super) fn kill_remaining(&mut self, services: &mut Services) {
         let is_deleting = matches!(self.state, State::Deleting { .. });
         if !self.config.own_pid_namespace && !is_deleting {
-            let key = self.key.clone();
-            let arguments = ["kill", "--all", &key.id, "9"];
-            if let Err(e) = self.run(services, &key, None, Step::KillRemaining, &arguments) {
+            let caller = self.caller(None);
+            let arguments = ["kill", "--all", &caller.key.id, "9"];
+            let step = Step::KillRemaining;
+            if let Err(e) = self.run(services, &caller, step, &arguments, Place::default()) {
                 self.log_failure(&e);
             }
             // Also if the command fails, no exec may delay the announcement of the exit.

@@ -7,7 +7,7 @@ use containerd_shim_protos::api::Mount;
 
 use super::Container;
 use super::state::{Event, State};
-use super::steps::{Step, check_deadline};
+use super::steps::{Caller, Step, check_deadline};
 use crate::error::{Context as _, Error};
 use crate::io::console::ConsoleSocket;
 use crate::io::{self, Prepared};
@@ -48,31 +48,25 @@ impl Container {
         reply: Reply,
         mounts: Vec<Mount>,
     ) -> Answer {
-        let key = self.key.clone();
+        let caller = self.caller(Some(reply));
         if mounts.is_empty() {
-            return self.launch(services, &key, reply);
+            return self.launch(services, caller);
         }
-        let begun = self.mount(services, reply, mounts);
-        begun.or_else(|e| self.launch_failed(services, &key, Some(reply), e, false))
+        let begun = self.mount(services, &caller, mounts);
+        begun.or_else(|e| self.launch_failed(services, &caller, e, false))
     }
 
     /// Begins to create a process: the first one, or that of an exec.
-    pub(super) fn launch(
-        &mut self,
-        services: &mut Services,
-        key: &ProcessKey,
-        reply: Reply,
-    ) -> Answer {
-        let begun = self.prepare(services, key, Some(reply));
-        begun.or_else(|e| self.launch_failed(services, key, Some(reply), e, false))
+    pub(super) fn launch(&mut self, services: &mut Services, caller: Caller) -> Answer {
+        let begun = self.prepare(services, &caller);
+        begun.or_else(|e| self.launch_failed(services, &caller, e, false))
     }
 
     /// Continues after a step has ended, with the next one.
     pub(super) fn launch_next(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         ended: Launch,
         done: Result<(), Error>,
     ) -> Answer {
@@ -82,35 +76,35 @@ impl Container {
             Launch::StartingTerminalLogger(_) => true,
         };
         let continued = match (done, ended) {
-            (Ok(()), Launch::Mounting { .. }) => self.prepare(services, key, reply),
+            (Ok(()), Launch::Mounting { .. }) => self.prepare(services, caller),
             (Ok(()), Launch::StartingLogger(streams)) => {
-                self.create_process(services, key, reply, streams)
+                self.create_process(services, caller, streams)
             }
             (Ok(()), Launch::Creating(Some(console), _)) => {
-                self.take_terminal(services, key, reply, &console)
+                self.take_terminal(services, caller, &console)
             }
             (Ok(()), Launch::Creating(None, streams))
             | (Ok(()), Launch::StartingTerminalLogger(streams)) => {
-                self.attach(services, key, reply, streams)
+                self.attach(services, caller, streams)
             }
             (Err(e), Launch::Mounting { .. }) => Err(e),
             (Err(e), Launch::StartingLogger(streams))
             | (Err(e), Launch::Creating(_, streams))
             | (Err(e), Launch::StartingTerminalLogger(streams)) => {
                 // A process that the runtime has left may hold the locks of these streams.
-                services.copiers().close(&key.id, streams.into_ends().collect());
+                services.copiers().close(&caller.key.id, streams.into_ends().collect());
                 Err(e)
             }
         };
-        continued.or_else(|e| self.launch_failed(services, key, reply, e, was_made))
+        continued.or_else(|e| self.launch_failed(services, caller, e, was_made))
     }
 
     /// Starts a helper that mounts the root file system.
-    fn mount(&mut self, services: &mut Services, reply: Reply, mounts: Vec<Mount>) -> Answer {
+    fn mount(&mut self, services: &mut Services, caller: &Caller, mounts: Vec<Mount>) -> Answer {
         let by_program = mounts.iter().any(|mount| FuseProgram::of_type(&mount.type_).is_some());
         let mounts = helper::mounts_file(mounts)?;
         let step = Step::Launch(Launch::Mounting { by_program });
-        self.run_helper(services, Some(reply), step, Action::Mount, Some(mounts.as_fd()))?;
+        self.run_helper(services, caller, step, Action::Mount, Some(mounts.as_fd()))?;
         self.has_rootfs = true;
         Ok(None)
     }
@@ -118,48 +112,42 @@ impl Container {
     /// Prepares the streams of the process. A process with a terminal has none yet: they are
     /// prepared when the runtime has sent the terminal. The runtime does nothing for a container to
     /// restore before its start.
-    fn prepare(
-        &mut self,
-        services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
-    ) -> Answer {
-        if *key == self.key {
-            check_deadline(reply)?;
+    fn prepare(&mut self, services: &mut Services, caller: &Caller) -> Answer {
+        if caller.key == self.key {
+            check_deadline(caller.reply)?;
         }
         if self.state == State::Creating && !self.restore.is_empty() {
             return self.created(services, None);
         }
         let owner = self.owner;
-        let stdio = self.process(key)?.stdio().clone();
+        let stdio = self.process(&caller.key)?.stdio().clone();
         if !stdio.is_none() {
-            services.copiers().start(&key.id)?;
+            services.copiers().start(&caller.key.id)?;
         }
         let prepared = match stdio.terminal {
             true => Prepared::default(),
-            false => io::prepare(&stdio, owner, key.process(), services.namespace())
+            false => io::prepare(&stdio, owner, caller.key.process(), services.namespace())
                 .context("failed to create init process I/O")?,
         };
-        self.await_logger(services, key, reply, prepared, Launch::StartingLogger)
+        self.await_logger(services, caller, prepared, Launch::StartingLogger)
     }
 
     /// Waits until the logging program is ready, if there is one.
     fn await_logger(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         mut prepared: Prepared,
         step: fn(Prepared) -> Launch,
     ) -> Answer {
         let Some(logger) = prepared.logger.take() else {
             return match step(prepared) {
-                Launch::StartingLogger(it) => self.create_process(services, key, reply, it),
-                Launch::StartingTerminalLogger(it) => self.attach(services, key, reply, it),
+                Launch::StartingLogger(it) => self.create_process(services, caller, it),
+                Launch::StartingTerminalLogger(it) => self.attach(services, caller, it),
                 _ => Ok(None),
             };
         };
-        self.begin_logger(services, key, reply, Step::Launch(step(prepared)), logger)?;
+        self.begin_logger(services, caller, Step::Launch(step(prepared)), logger)?;
         Ok(None)
     }
 
@@ -167,22 +155,21 @@ impl Container {
     fn create_process(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         mut streams: Prepared,
     ) -> Answer {
-        let console = self.console_socket(key)?;
-        let pid_file = self.pid_file(key).display().to_string();
+        let console = self.console_socket(&caller.key)?;
+        let pid_file = self.pid_file(&caller.key).display().to_string();
         let (bundle, path) = (self.open_bundle()?, self.bundle.display().to_string());
         let (restore, input_path) = (self.restore.clone(), runtime::input_path());
         let mut input_file = None;
         let mut arguments: Vec<&str> = Vec::new();
-        if *key != self.key {
+        if caller.key != self.key {
             // The container may have exited while the logging program started.
             self.check_not_exited()?;
             arguments.extend(["exec", "--process", &input_path, "--detach"]);
             arguments.extend(["--pid-file", &pid_file]);
-            input_file = Some(runtime::memory_file_of(&self.exec(key)?.take_spec())?);
+            input_file = Some(runtime::memory_file_of(&self.exec(&caller.key)?.take_spec())?);
         } else if !restore.is_empty() {
             arguments.extend(restore.iter().map(String::as_str));
         } else {
@@ -194,7 +181,7 @@ impl Container {
         if let Some(socket) = &socket {
             arguments.extend(["--console-socket", socket]);
         }
-        arguments.push(&key.id);
+        arguments.push(&caller.key.id);
         let child = std::mem::take(&mut streams.child);
         let place = Place {
             stdio: Some(child.each_ref().map(|fd| fd.as_ref().map(|fd| fd.as_fd()))),
@@ -204,9 +191,9 @@ impl Container {
         // The streams are copied once the process is created: until then the runtime writes its
         // own errors to them.
         let step = Step::Launch(Launch::Creating(console, streams));
-        self.run_in(services, key, reply, step, &arguments, &place)?;
-        services.children().begin_start(key);
-        services.copiers().close(&key.id, child.into_iter().flatten().collect());
+        self.run(services, caller, step, &arguments, place)?;
+        services.children().begin_start(&caller.key);
+        services.copiers().close(&caller.key.id, child.into_iter().flatten().collect());
         Ok(None)
     }
 
@@ -226,40 +213,33 @@ impl Container {
     fn take_terminal(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         console: &ConsoleSocket,
     ) -> Answer {
         let master = console.receive()?;
         let terminal = master.try_clone();
-        let process = self.process(key)?;
+        let process = self.process(&caller.key)?;
         let stdio = process.stdio().clone();
         // The process has the terminal before its streams are prepared: also if that fails, the
         // copier thread closes it.
-        process.set_console(services.copiers(), &key.id, Some(master));
-        let prepared = io::terminal(&stdio, &terminal?, key.process(), services.namespace())
+        process.set_console(services.copiers(), &caller.key.id, Some(master));
+        let prepared = io::terminal(&stdio, &terminal?, caller.key.process(), services.namespace())
             .context("failed to start console copy")?;
-        self.await_logger(services, key, reply, prepared, Launch::StartingTerminalLogger)
+        self.await_logger(services, caller, prepared, Launch::StartingTerminalLogger)
     }
 
     /// Begins to copy the streams of the process, and completes the call.
-    fn attach(
-        &mut self,
-        services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
-        prepared: Prepared,
-    ) -> Answer {
-        if *key == self.key {
-            check_deadline(reply)?;
+    fn attach(&mut self, services: &mut Services, caller: &Caller, prepared: Prepared) -> Answer {
+        if caller.key == self.key {
+            check_deadline(caller.reply)?;
         }
-        let pid_file = self.pid_file(key);
+        let pid_file = self.pid_file(&caller.key);
         let pid = runtime::read_pid(&pid_file)?;
         let Prepared { streams, stdin, .. } = prepared;
-        self.process(key)?.attach(services.copiers(), &key.id, streams, stdin)?;
-        let exit = services.children().started(key, pid, &pid_file)?;
-        if *key != self.key {
-            return self.exec_started(services, key, pid, exit);
+        self.process(&caller.key)?.attach(services.copiers(), &caller.key.id, streams, stdin)?;
+        let exit = services.children().started(&caller.key, pid, &pid_file)?;
+        if caller.key != self.key {
+            return self.exec_started(services, &caller.key, pid, exit);
         }
         if exit.is_none() {
             // Only here: a reaped process has no cgroup, and its pid may have been reused.
@@ -271,7 +251,7 @@ impl Container {
             _ => self.created(services, Some(pid)),
         };
         if let Some(exit) = exit {
-            self.process_exited(services, key, exit);
+            self.process_exited(services, &caller.key, exit);
         }
         answer
     }
@@ -281,29 +261,28 @@ impl Container {
     fn launch_failed(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         e: Error,
         was_made: bool,
     ) -> Answer {
-        services.children().start_failed(key);
-        if *key == self.key && self.state == State::Creating {
-            return self.create_failed(services, reply, e);
+        services.children().start_failed(&caller.key);
+        if caller.key == self.key && self.state == State::Creating {
+            return self.create_failed(services, caller, e);
         }
         if was_made {
-            if let Ok(pid) = runtime::read_pid(&self.pid_file(key)) {
+            if let Ok(pid) = runtime::read_pid(&self.pid_file(&caller.key)) {
                 services.children().kill_unknown(pid);
             }
             // Other processes of an exec may have the terminal open: it hangs up.
-            if let Ok(process) = self.process(key) {
-                process.set_console(services.copiers(), &key.id, None::<OwnedFd>);
+            if let Ok(process) = self.process(&caller.key) {
+                process.set_console(services.copiers(), &caller.key.id, None::<OwnedFd>);
             }
         }
-        if *key == self.key {
+        if caller.key == self.key {
             self.change(services, Event::StartFailed);
             self.announce_exit_if_done(services);
         } else {
-            self.exec_failed(services, key);
+            self.exec_failed(services, &caller.key);
         }
         Err(e)
     }

@@ -278,7 +278,7 @@ impl Container {
         self.end_late_drains(services, now);
         if !self.is_busy() && self.retry.is_some_and(|retry| retry.at <= now) {
             // A failure is logged and schedules the next attempt.
-            let _ = self.discard(services, None, None);
+            let _ = self.discard(services, &self.caller(None), None);
         }
     }
 }

@@ -6,11 +6,12 @@ use containerd_shim_protos::events::task as task_events;
 
 use super::Container;
 use super::state::{self, Event, State};
-use super::steps::Step;
+use super::steps::{Caller, Step};
 use crate::error::Error;
 use crate::exec;
 use crate::exits::{Exit, UNKNOWN};
 use crate::process_key::ProcessKey;
+use crate::runtime::Place;
 use crate::services::Services;
 use crate::sys;
 use crate::ttrpc::events;
@@ -20,14 +21,14 @@ use crate::ttrpc::server::Reply;
 impl Container {
     /// Starts the container, or restores it from a checkpoint.
     pub(super) fn start(&mut self, services: &mut Services, reply: Reply) -> Answer {
-        let key = self.key.clone();
+        let caller = self.caller(Some(reply));
         let before = self.state;
         let (next, _) = state::step(before, Event::Start).map_err(Error::state)?;
         if before == State::Restorable {
             self.state = next;
-            return self.launch(services, &key, reply);
+            return self.launch(services, caller);
         }
-        self.run(services, &key, Some(reply), Step::Start, &["start", &key.id])?;
+        self.run(services, &caller, Step::Start, &["start", &caller.key.id], Place::default())?;
         self.state = next;
         Ok(None)
     }
@@ -66,7 +67,7 @@ impl Container {
     ) -> Answer {
         self.check_not_exited()?;
         self.exec(key)?.change(exec::state::Event::Start)?;
-        self.launch(services, key, reply)
+        self.launch(services, Caller { key: key.clone(), reply: Some(reply) })
     }
 
     /// Fails if the first process has exited, so that no exec can join it.

@@ -129,15 +129,21 @@ enum Wait {
     Logger(Logger),
 }
 
+/// The process that a call is for, and the caller that waits for the result, if any.
+#[derive(Debug, Clone)]
+pub struct Caller {
+    /// The container or the exec.
+    pub key: ProcessKey,
+    /// The caller.
+    pub reply: Option<Reply>,
+}
+
 /// A step that waits.
 #[derive(Debug)]
 pub struct Pending {
     wait: Wait,
     step: Step,
-    /// The container or the exec.
-    key: ProcessKey,
-    /// The caller that waits for the result, if any.
-    reply: Option<Reply>,
+    caller: Caller,
     /// When the step ends at the latest, whatever the deadline of the call.
     limit: Option<Instant>,
     /// A Delete has cancelled the creation of the container.
@@ -149,7 +155,7 @@ pub struct Pending {
 impl Pending {
     /// The container or the exec that the step is of.
     pub fn key(&self) -> &ProcessKey {
-        &self.key
+        &self.caller.key
     }
 
     fn has_pid(&self, wanted: i32) -> bool {
@@ -169,7 +175,7 @@ impl Pending {
             return None;
         }
         let is_limited = self.step.is_limited() && matches!(self.wait, Wait::Command(_));
-        let reply = self.reply.filter(|_| is_limited);
+        let reply = self.caller.reply.filter(|_| is_limited);
         let call = reply.and_then(|reply| reply.deadline());
         [call, self.limit].into_iter().flatten().min()
     }
@@ -187,7 +193,7 @@ impl Pending {
     /// container has stopped, or a hook, does not exit with its parent.
     fn kill(&mut self, pid: i32, namespace: &str) {
         self.was_killed = true;
-        let id = &self.key.id;
+        let id = &self.caller.key.id;
         let why = match self.is_cancelled {
             true => "a Delete cancels the creation",
             false => "runtime command timed out",
@@ -206,37 +212,29 @@ impl Pending {
 }
 
 impl Container {
+    /// The container as the one that a call is for.
+    pub(super) fn caller(&self, reply: Option<Reply>) -> Caller {
+        Caller { key: self.key.clone(), reply }
+    }
+
     /// Starts a command of the runtime, whose end is that of `step`.
     pub(super) fn run(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         step: Step,
         arguments: &[&str],
-    ) -> Result<(), Error> {
-        self.run_in(services, key, reply, step, arguments, &Place::default())
-    }
-
-    /// [`Container::run`] with descriptors for the command.
-    pub(super) fn run_in(
-        &mut self,
-        services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
-        step: Step,
-        arguments: &[&str],
-        place: &Place<'_>,
+        place: Place<'_>,
     ) -> Result<(), Error> {
         if step.is_limited() {
-            check_deadline(reply)?;
+            check_deadline(caller.reply)?;
         }
         // The working directory identifies the commands of a dead shim to `cleanup::delete`.
         let bundle = self.open_bundle().ok();
         let here = bundle.as_ref().map(|bundle| bundle.as_fd());
-        let place = Place { directory: place.directory.or(here), ..*place };
+        let place = Place { directory: place.directory.or(here), ..place };
         let command = self.runtime.start(arguments, &place)?;
-        self.begin(services, key, reply, step, command);
+        self.begin(services, caller, step, command);
         Ok(())
     }
 
@@ -244,7 +242,7 @@ impl Container {
     pub(super) fn run_helper(
         &mut self,
         services: &mut Services,
-        reply: Option<Reply>,
+        caller: &Caller,
         step: Step,
         action: Action,
         input_file: Option<BorrowedFd<'_>>,
@@ -252,44 +250,42 @@ impl Container {
         let (namespace, id) = (services.namespace(), &self.key.id);
         let work = Work { action, namespace, id, bundle: &self.bundle, input_file };
         let command = helper::start(&work)?;
-        self.begin(services, &self.key.clone(), reply, step, command);
+        self.begin(services, caller, step, command);
         Ok(())
     }
 
     fn begin(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         step: Step,
         mut command: Command,
     ) {
         services.watch_output(&mut command);
-        services.children().add(command.pid, Child::Command(key.clone()));
-        self.wait_for(Wait::Command(command), key, reply, step);
+        services.children().add(command.pid, Child::Command(caller.key.clone()));
+        self.wait_for(Wait::Command(command), caller, step);
     }
 
     /// Waits until a logging program that was just started is ready.
     pub(super) fn begin_logger(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         step: Step,
         logger: Logger,
     ) -> Result<(), Error> {
         let source = Source::Logger(response::unsigned(logger.pid));
-        services.children().add(logger.pid, Child::Logger(key.clone(), None));
+        services.children().add(logger.pid, Child::Logger(caller.key.clone(), None));
         services.watch(&logger.ready, source)?;
-        self.wait_for(Wait::Logger(logger), key, reply, step);
+        self.wait_for(Wait::Logger(logger), caller, step);
         Ok(())
     }
 
-    fn wait_for(&mut self, wait: Wait, key: &ProcessKey, reply: Option<Reply>, step: Step) {
+    fn wait_for(&mut self, wait: Wait, caller: &Caller, step: Step) {
         let limit = step.own_limit().map(|time| Instant::now() + time);
         let (is_cancelled, was_killed) = (false, false);
-        let key = key.clone();
-        self.pending.push(Pending { wait, step, key, reply, limit, is_cancelled, was_killed });
+        let caller = caller.clone();
+        self.pending.push(Pending { wait, step, caller, limit, is_cancelled, was_killed });
     }
 
     fn take_pending(&mut self, pid: i32) -> Option<Pending> {
@@ -324,7 +320,7 @@ impl Container {
     /// Handles the exit of a command or helper: continues with the next step.
     pub fn command_ended(&mut self, services: &mut Services, pid: i32, exit: Exit) {
         let Some(pending) = self.take_pending(pid) else { return };
-        let Pending { wait, mut step, key, reply, limit, is_cancelled, was_killed } = pending;
+        let Pending { wait, mut step, caller, limit, is_cancelled, was_killed } = pending;
         let Wait::Command(mut command) = wait else { return };
         // A process that is being started may have a copy of the pipe.
         for pipe in command.pipes_mut().filter(|pipe| pipe.watch() == Watch::Epoll) {
@@ -333,27 +329,28 @@ impl Container {
         let mut done = match exit.status {
             0 => Ok(()),
             status => {
-                let what = step.failure(&key, self.state);
+                let what = step.failure(&caller.key, self.state);
                 let e = command.failure(what, status, Some(&self.bundle));
                 Err(if was_killed { killed(&e, is_cancelled) } else { e })
             }
         };
         if let Step::Launch(_) = &step
-            && key == self.key
+            && caller.key == self.key
             && self.state == State::Creating
         {
             // A command may also succeed at the moment at which it is killed.
-            done = done.and_then(|()| check_deadline(reply)).and_then(|()| check_limit(limit));
+            done =
+                done.and_then(|()| check_deadline(caller.reply)).and_then(|()| check_limit(limit));
         }
         // A signal may also be one of another program, such as the kernel's OOM killer.
         let was_interrupted = was_killed || exit.is_by_signal();
         match &step {
-            Step::Launch(Launch::Creating(..)) if key == self.key => {
+            Step::Launch(Launch::Creating(..)) if caller.key == self.key => {
                 self.may_have_left_cgroup |= was_interrupted;
             }
             Step::Launch(Launch::Mounting { by_program: true }) if done.is_err() => {
                 // What the program has left may still be going to mount.
-                descendants::kill(pid, Some(&mark::entry(services.namespace(), &key.id)));
+                descendants::kill(pid, Some(&mark::entry(services.namespace(), &self.key.id)));
             }
             _ => {}
         }
@@ -364,31 +361,30 @@ impl Container {
             (self.must_force, *attempt) = (true, Attempt::Last);
         }
         let may_be_frozen = was_interrupted && step.may_freeze();
-        let answer = self.next(services, &key, reply, step, done, was_interrupted);
+        let answer = self.next(services, &caller, step, done, was_interrupted);
         if may_be_frozen {
             self.thaw_running();
         }
-        if let Some(reply) = reply {
+        if let Some(reply) = caller.reply {
             services.respond(reply, answer);
         }
-        self.release(services, &key);
+        self.release(services, &caller.key);
     }
 
     /// Continues after a step has ended.
     fn next(
         &mut self,
         services: &mut Services,
-        key: &ProcessKey,
-        reply: Option<Reply>,
+        caller: &Caller,
         step: Step,
         done: Result<(), Error>,
         was_interrupted: bool,
     ) -> Answer {
         match step {
-            Step::Launch(step) => self.launch_next(services, key, reply, step, done),
+            Step::Launch(step) => self.launch_next(services, caller, step, done),
             Step::Start => self.start_ended(services, done),
-            Step::Delete(step) => self.delete_next(services, reply, step, done),
-            Step::Discard(left, reason) => self.discard_next(services, reply, left, reason, done),
+            Step::Delete(step) => self.delete_next(services, caller, step, done),
+            Step::Discard(left, reason) => self.discard_next(services, caller, left, reason, done),
             Step::Kill(signal) => self.kill_ended(signal, done),
             Step::KillRemaining => {
                 self.remaining_killed(services, done);
@@ -414,21 +410,21 @@ impl Container {
     }
 
     fn logger_done(&mut self, services: &mut Services, pid: i32, ready: Result<(), Error>) {
-        let Some(Pending { step, key, reply, .. }) = self.take_pending(pid) else { return };
+        let Some(Pending { step, caller, .. }) = self.take_pending(pid) else { return };
         let Step::Launch(step) = step else { return };
         // A logging program that has exited was reaped: its pid may have been reused.
         let is_logger = matches!(services.children().find(pid), Some(Child::Logger(..)));
         if ready.is_err() && is_logger {
             services.children().end_logger(pid);
         }
-        if let Ok(process) = self.process(&key) {
+        if let Ok(process) = self.process(&caller.key) {
             process.set_logger(is_logger.then_some(pid));
         }
-        let answer = self.launch_next(services, &key, reply, step, ready);
-        if let Some(reply) = reply {
+        let answer = self.launch_next(services, &caller, step, ready);
+        if let Some(reply) = caller.reply {
             services.respond(reply, answer);
         }
-        self.release(services, &key);
+        self.release(services, &caller.key);
     }
 
     /// Kills the commands whose time is over, and fails the starts whose logging programs are not
@@ -452,7 +448,7 @@ impl Container {
     /// command that runs, and starts no other.
     pub(super) fn cancel_creation(&mut self, services: &mut Services) {
         let mut loggers = Vec::new();
-        for pending in self.pending.iter_mut().filter(|pending| pending.key == self.key) {
+        for pending in self.pending.iter_mut().filter(|pending| pending.caller.key == self.key) {
             (pending.limit, pending.is_cancelled) = (Some(Instant::now()), true);
             if let Wait::Logger(logger) = &pending.wait {
                 loggers.push(logger.pid);
@@ -469,7 +465,7 @@ impl Container {
     pub(super) fn limit_after_exit(&mut self) {
         let limit = Instant::now() + AFTER_EXIT;
         for pending in &mut self.pending {
-            let is_exec = pending.key != self.key
+            let is_exec = pending.caller.key != self.key
                 && matches!(pending.step, Step::Launch(Launch::Creating(..)));
             if is_exec || matches!(pending.step, Step::KillRemaining) {
                 pending.limit = Some(limit);
@@ -485,7 +481,7 @@ impl Container {
     /// Fails the calls whose steps end with the container.
     pub(super) fn forget_steps(&mut self, services: &mut Services) {
         for pending in std::mem::take(&mut self.pending) {
-            if let Some(reply) = pending.reply {
+            if let Some(reply) = pending.caller.reply {
                 services.respond(reply, Err(super::missing()));
             }
         }

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 
 use crate::error::{Code, Context as _, Error};
+use crate::runtime;
 use crate::sys;
 
 /// How long a logging program may take to be ready.
@@ -41,10 +42,8 @@ impl Program {
     /// Parses a URI without its scheme: a path, and arguments as names and values of the query.
     pub fn parse(rest: &str, strict: bool) -> Result<Self, Error> {
         let malformed = |what: &str| Error::new(Code::INVALID_ARGUMENT, format!("log URI: {what}"));
-        let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
-        // The host, which must be empty.
-        let path = path.get(path.find('/').ok_or_else(|| malformed("no path"))?..);
-        let mut arguments = vec![decoded(path.unwrap_or_default(), false)];
+        let (path, query) = path_and_query(rest)?;
+        let mut arguments = vec![path];
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             arguments.push(decoded(name, true));
@@ -66,7 +65,7 @@ impl Program {
     ) -> Result<Logger, Error> {
         let (ready, says) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("make pipe")?;
         rustix::io::ioctl_fionbio(&ready, true)?;
-        let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
+        let null = runtime::null()?;
         let variable = |name: &str, value: &str| {
             CString::new(format!("{name}={value}"))
                 .map_err(|_| Error::new(Code::INVALID_ARGUMENT, "a zero byte in an id"))
@@ -107,6 +106,19 @@ impl Logger {
             Err(e) => Some(Err(Error::from(e).context("failed to read from logging binary"))),
         }
     }
+}
+
+/// The decoded path of a URI without its scheme, and its query. The host and the fragment are
+/// ignored.
+///
+/// # Errors
+/// There is no path.
+pub fn path_and_query(rest: &str) -> Result<(Vec<u8>, &str), Error> {
+    let no_path = || Error::new(Code::INVALID_ARGUMENT, "log URI: no path");
+    let rest = rest.split('#').next().unwrap_or_default();
+    let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let path = path.find('/').and_then(|at| path.get(at..)).ok_or_else(no_path)?;
+    Ok((decoded(path, false), query))
 }
 
 /// Decodes `%` sequences, and `+` in a query.

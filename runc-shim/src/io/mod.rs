@@ -77,16 +77,16 @@ impl Prepared {
 }
 
 /// The destination of the output.
-enum Output<'a> {
+enum Output {
     Paths,
-    File(&'a str),
+    File(String),
     Program(logger::Program),
 }
 
-fn output(stdio: &Stdio) -> Result<Output<'_>, Error> {
+fn output(stdio: &Stdio) -> Result<Output, Error> {
     match stdio.stdout.split_once("://") {
         None | Some(("fifo", _)) => Ok(Output::Paths),
-        Some(("file", path)) => Ok(Output::File(path)),
+        Some(("file", rest)) => Ok(Output::File(file_path(rest)?)),
         Some(("binary", rest)) => Ok(Output::Program(logger::Program::parse(rest, false)?)),
         Some(("binary-v2", rest)) => Ok(Output::Program(logger::Program::parse(rest, true)?)),
         Some((scheme, _)) => {
@@ -96,18 +96,27 @@ fn output(stdio: &Stdio) -> Result<Output<'_>, Error> {
     }
 }
 
+/// The path of a `file://` URI, decoded as in containerd (`url.Parse`).
+fn file_path(rest: &str) -> Result<String, Error> {
+    let (path, _) = logger::path_and_query(rest)?;
+    String::from_utf8(path)
+        .map_err(|_| Error::new(Code::INVALID_ARGUMENT, "log URI: the path is not UTF-8"))
+}
+
 /// Prepares the streams of process `id` in a namespace; those of a terminal by [`terminal`].
 pub fn prepare(stdio: &Stdio, owner: Owner, id: &str, namespace: &str) -> Result<Prepared, Error> {
     let mut prepared = Prepared::default();
     if stdio.is_none() {
         return Ok(prepared);
     }
+    let file;
     let (mut out, mut err) = (stdio.stdout.as_str(), stdio.stderr.as_str());
     match output(stdio)? {
         Output::Paths => out = out.strip_prefix("fifo://").unwrap_or(out),
         Output::File(path) => {
-            make_file(path)?;
-            (out, err) = (path, if err.is_empty() { "" } else { path });
+            make_file(&path)?;
+            file = path;
+            (out, err) = (&file, if err.is_empty() { "" } else { &file });
         }
         Output::Program(program) => {
             let (stdout, stderr) = (pipe(owner)?, pipe(owner)?);
@@ -150,8 +159,8 @@ pub fn terminal(
             prepared.streams.push(sink(path, master.try_clone()?)?.of_terminal());
         }
         Output::File(path) => {
-            make_file(path)?;
-            prepared.streams.push(sink(path, master.try_clone()?)?.of_terminal());
+            make_file(&path)?;
+            prepared.streams.push(sink(&path, master.try_clone()?)?.of_terminal());
         }
         Output::Program(program) => {
             let owner = Owner { uid: 0, gid: 0 };
@@ -211,4 +220,18 @@ fn fifo(path: &str) -> Result<(OwnedFd, OwnedFd), Error> {
     let read = open(OpenOptions::new().read(true))?;
     let write = open(OpenOptions::new().write(true))?;
     Ok((read.into(), write.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_uri_is_decoded() {
+        assert_eq!(file_path("/var/log/a%20b.log?x=1#y").unwrap(), "/var/log/a b.log");
+        assert_eq!(file_path("/plain+name").unwrap(), "/plain+name");
+        for malformed in ["", "host", "/a%ff"] {
+            assert!(file_path(malformed).is_err(), "{malformed}");
+        }
+    }
 }

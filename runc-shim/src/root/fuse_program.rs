@@ -2,7 +2,6 @@
 //! the program `mount.fuse` or `mount.fuse3` of the node, which runs the file system `NAME`, as in
 //! containerd's shim (`mountWithHelper` in containerd's `core/mount`).
 
-use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::Path;
 
@@ -55,7 +54,7 @@ impl<'a> FuseProgram<'a> {
         let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
         let path = runtime::find_program(program)
             .context("the mount needs this program in the PATH of pause-sandboxer")?;
-        let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
+        let null = runtime::null()?;
         let (output, writer) = OutputPipe::new()?;
         let writer = for_both_ends(&writer).context("open pipe for the output of a command")?;
         let spawned = sys::spawn(&sys::Spawn {
@@ -95,13 +94,13 @@ mod tests {
 
     #[test]
     fn a_type_selects_program_and_file_system() {
-        let of = |mount_type| {
+        let found = |mount_type| {
             FuseProgram::of_type(mount_type).map(|found| (found.program, found.file_system))
         };
-        assert_eq!(of("fuse.sshfs"), Some(("mount.fuse", "sshfs")));
-        assert_eq!(of("fuse3.fuse-overlayfs"), Some(("mount.fuse3", "fuse-overlayfs")));
+        assert_eq!(found("fuse.sshfs"), Some(("mount.fuse", "sshfs")));
+        assert_eq!(found("fuse3.fuse-overlayfs"), Some(("mount.fuse3", "fuse-overlayfs")));
         for kernel in ["fuse", "fuseblk", "overlay", "", "xfuse.a"] {
-            assert_eq!(of(kernel), None, "{kernel}");
+            assert_eq!(found(kernel), None, "{kernel}");
         }
     }
 }

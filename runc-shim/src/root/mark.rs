@@ -23,7 +23,7 @@ pub fn entry(namespace: &str, id: &str) -> String {
 pub fn is_on(pid: i32, entry: &str) -> bool {
     let namespace = |process: &str| device_and_inode(Path::new(&format!("/proc/{process}/ns/mnt")));
     let pid = pid.to_string();
-    let is_here = namespace(&pid).is_ok_and(|of| namespace("self").is_ok_and(|own| of == own));
+    let is_here = namespace(&pid).is_ok_and(|its| namespace("self").is_ok_and(|own| its == own));
     is_here && {
         let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         environment.split(|byte| *byte == 0).any(|word| word == entry.as_bytes())

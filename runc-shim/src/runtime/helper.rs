@@ -98,7 +98,7 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
     if work.action == Action::Mount {
         environment.push(runtime::string(&mark::entry(work.namespace, work.id))?);
     }
-    let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
+    let null = runtime::null()?;
     let (output, writer) = OutputPipe::new()?;
     // Not the streams of this process: a reader that waits until they are closed would also wait
     // for the helper.

@@ -25,6 +25,8 @@ use crate::sys;
 const LOG_FD: i32 = 3;
 pub const INPUT_FD: i32 = 4;
 
+const NULL: &str = "/dev/null";
+
 /// Environment variables of the shim that the runtime does not get.
 const OWN: [&str; 6] = [
     "TTRPC_ADDRESS",
@@ -102,12 +104,18 @@ impl Runtime {
         }
         words.extend(arguments);
         let words = words.into_iter().map(string).collect::<Result<Vec<_>, _>>()?;
-        let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
+        let null = null()?;
+        // A process without standard input must not write to it.
+        let no_input = File::open(NULL).context(NULL)?;
         let (log, log_writer) = OutputPipe::new()?;
         let output = place.stdio.is_none().then(OutputPipe::new).transpose()?;
         let [input, out, err] = match (&place.stdio, &output) {
-            (Some(stdio), _) => stdio.map(|fd| fd.unwrap_or(null.as_fd())),
-            (None, Some((_, writer))) => [null.as_fd(), writer.as_fd(), writer.as_fd()],
+            (Some([input, out, err]), _) => [
+                input.unwrap_or(no_input.as_fd()),
+                out.unwrap_or(null.as_fd()),
+                err.unwrap_or(null.as_fd()),
+            ],
+            (None, Some((_, writer))) => [no_input.as_fd(), writer.as_fd(), writer.as_fd()],
             (None, None) => [null.as_fd(); 3],
         };
         let mut descriptors = vec![(input, 0), (out, 1), (err, 2), (log_writer.as_fd(), LOG_FD)];
@@ -123,6 +131,15 @@ impl Runtime {
         let pid = spawned.context(format_args!("exec {name}"))?;
         Ok(Command { pid, log: Some(log), output: output.map(|(output, _)| output) })
     }
+}
+
+/// `/dev/null`, for reading and writing.
+///
+/// # Errors
+/// It cannot be opened.
+pub fn null() -> Result<OwnedFd, Error> {
+    let opened = File::options().read(true).write(true).open(NULL);
+    opened.map(Into::into).context(NULL)
 }
 
 /// A file in memory with this content, for [`Place::input_file`].

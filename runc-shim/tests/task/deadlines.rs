@@ -364,3 +364,28 @@ fn calls_of_wait_that_were_given_up_do_not_count() {
     pod.end("a");
     pod.shut_down();
 }
+
+#[test]
+fn a_deletion_that_hangs_ends_and_the_next_one_uses_force() {
+    let mut pod = Pod::new();
+    let child = pod.path("child");
+    let commands = format!(
+        "case \" $* \" in *\" --force \"*) ;; *) sleep 1000 & echo $! >{child}.new; \
+         mv {child}.new {child}; wait;; esac"
+    );
+    let with = pod.with_commands_before("delete", &commands);
+    pod.run("a", "exit 3", &with);
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    let mut delete = DeleteRequest::new();
+    delete.id = pod.id("a");
+    let mut socket = pod.socket();
+    // The shim ends the runtime after a minute, although the caller waits without a limit.
+    socket.set_read_timeout(Some(PROMPT * 3)).unwrap();
+    send(&mut socket, "Delete", &delete, Duration::ZERO);
+    eventually("the deletion", || exists(&child).then_some(()));
+    assert_eq!(code(&mut socket), Code::DEADLINE_EXCEEDED);
+    has_ended(&child);
+    assert_eq!(pod.delete("a", "").unwrap().exit_status, 3);
+    assert!(!exists(pod.runtime_state("a")));
+    pod.shut_down();
+}

@@ -98,3 +98,15 @@ fn an_exec_whose_number_another_process_has_does_not_hang() {
     pod.end("a");
     pod.shut_down();
 }
+
+#[test]
+fn a_process_without_standard_input_cannot_write_to_it() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    let script = "(echo text >&0) 2>/dev/null && exit 3; exit 4";
+    pod.exec("a", "e", script, &Container::default()).unwrap();
+    pod.start("a", "e").unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 4);
+    pod.end("a");
+    pod.shut_down();
+}

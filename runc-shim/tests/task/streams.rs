@@ -110,6 +110,11 @@ fn output_goes_to_files_and_programs() {
     pod.delete("a", "").unwrap();
     let written = std::fs::read_to_string(&file).unwrap();
     assert!(written.contains("out\n") && written.contains("err\n"), "{written:?}");
+    let uri = format!("file://{}?x=1", pod.path("logs/a%20b"));
+    pod.run("u", "echo out", &Container { stdout: uri, ..Default::default() });
+    pod.wait("u", "").unwrap();
+    pod.delete("u", "").unwrap();
+    assert_eq!(std::fs::read_to_string(pod.path("logs/a b")).unwrap(), "out\n");
 
     let (script, log) = (pod.path("logger"), pod.path("log"));
     let text = format!(

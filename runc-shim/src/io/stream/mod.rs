@@ -260,10 +260,11 @@ impl Stream {
     }
 
     /// Closes the shim's own reading end, and says whether the FIFO may be closed: it has a reader,
-    /// or it is empty.
+    /// or it is empty, or its name was removed, so that it cannot get a reader.
     fn may_close(&mut self) -> bool {
         self.reader = None;
-        self.has_reader() || rustix::io::ioctl_fionread(&self.to).unwrap_or(0) == 0
+        let is_removed = rustix::fs::fstat(&self.to).is_ok_and(|stat| stat.st_nlink == 0);
+        is_removed || self.has_reader() || rustix::io::ioctl_fionread(&self.to).unwrap_or(0) == 0
     }
 }
 

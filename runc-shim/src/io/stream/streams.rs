@@ -15,7 +15,7 @@ const PIPE_SIZE: usize = 64 << 10;
 
 /// Delays between checks for a reader of the last output: the first and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(20);
-const LONGEST_WAIT: Duration = Duration::from_secs(1);
+const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
 /// The streams of a container and its execs.
 #[derive(Debug, Default)]
@@ -214,6 +214,31 @@ mod tests {
 
     use super::*;
     use crate::reactor::UNWATCHED_WAIT;
+
+    #[test]
+    fn the_last_output_waits_for_a_reader_only_while_its_fifo_has_a_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("fifo");
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, mode).unwrap();
+        let open = || std::fs::File::options().read(true).write(true).open(&path).unwrap();
+        let (from, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
+        let to = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::CLOEXEC;
+        let reader = open();
+        let to = rustix::fs::open(&path, to, rustix::fs::Mode::empty()).unwrap();
+        let mut streams = Streams::default();
+        let stream = Stream::output(from, to, Some(reader.into())).unwrap();
+        streams.add(1, stream, &Reactor::new().unwrap());
+        rustix::io::write(&writer, b"word").unwrap();
+        drop(writer);
+        streams.run();
+        assert_eq!(streams.take_ended(), [1]);
+        assert!(!streams.is_empty(), "the output has no reader yet");
+        std::fs::remove_file(&path).unwrap();
+        std::thread::sleep(FIRST_WAIT);
+        streams.handle_timeouts();
+        assert!(streams.is_empty(), "the output cannot get a reader any more");
+    }
 
     #[test]
     fn a_stream_that_epoll_does_not_watch_is_copied_by_time() {
