@@ -151,13 +151,12 @@ impl Services {
         self.reactor.add(fd, source, EventFlags::IN)
     }
 
-    /// Has epoll report what a command writes.
-    pub fn watch_output(&self, command: &mut Command) {
+    /// Has epoll report what a command writes. If epoll refuses that, because the node has no
+    /// memory, the output is read when the command has exited.
+    pub fn watch_output(&self, command: &Command) {
         let source = Source::Output(response::unsigned(command.pid));
-        for pipe in command.pipes_mut() {
-            if self.watch(&*pipe, source).is_ok() {
-                pipe.set_watched();
-            }
+        for pipe in command.open_pipes() {
+            let _ = self.watch(pipe, source);
         }
     }
 }

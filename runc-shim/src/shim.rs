@@ -239,13 +239,9 @@ impl Shim {
         if let Some(sandbox) = &mut self.sandbox {
             sandbox.end_late_calls(&mut self.services, now);
         }
-        let mut due = Vec::new();
-        for (id, container) in &mut self.containers {
-            container.read_unwatched_output();
-            if container.deadline().is_some_and(|at| at <= now) {
-                due.push(id.clone());
-            }
-        }
+        let is_due = |it: &Container| it.deadline().is_some_and(|at| at <= now);
+        let due = self.containers.iter().filter(|(_, it)| is_due(it)).map(|(id, _)| id.clone());
+        let due: Vec<String> = due.collect();
         for id in due {
             self.with(&id, |it, services| it.handle_timeouts(services, now));
         }

@@ -8,7 +8,7 @@ use containerd_shim_protos::events::task as task_events;
 
 use super::Container;
 use super::state::{self, Event, State};
-use super::steps::Step;
+use super::step::Step;
 use crate::error::{Code, Error};
 use crate::runtime::{self, Place, options};
 use crate::services::Services;

@@ -9,7 +9,7 @@ use containerd_shim_protos::events::task as task_events;
 use super::Container;
 use super::config::Config;
 use super::state::{self, Event, State};
-use super::steps::Caller;
+use super::step::Caller;
 use crate::error::{Code, Error};
 use crate::io::process_streams::ProcessStreams;
 use crate::io::{Owner, Stdio};

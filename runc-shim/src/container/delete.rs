@@ -7,7 +7,7 @@ use containerd_shim_protos::events::task as task_events;
 use protobuf::MessageField;
 
 use super::state::{self, Event, State};
-use super::steps::{Caller, Step};
+use super::step::{Caller, Step};
 use super::{Container, missing};
 use crate::error::Error;
 use crate::exec;

@@ -8,7 +8,7 @@ use containerd_shim_protos::api::DeleteResponse;
 use protobuf::MessageField;
 
 use super::Container;
-use super::steps::{Caller, Step};
+use super::step::{Caller, Step};
 use crate::error::Error;
 use crate::exits::{Exit, UNKNOWN};
 use crate::runtime::helper::Action;

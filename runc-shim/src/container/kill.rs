@@ -4,7 +4,7 @@ use containerd_shim_protos::api;
 
 use super::Container;
 use super::state::State;
-use super::steps::Step;
+use super::step::Step;
 use crate::cgroup::Cgroup;
 use crate::error::{Code, Error};
 use crate::exec;

@@ -7,7 +7,8 @@ use containerd_shim_protos::api::Mount;
 
 use super::Container;
 use super::state::{Event, State};
-use super::steps::{Caller, Step, check_deadline};
+use super::step::{Caller, Step};
+use super::steps::check_deadline;
 use crate::error::{Context as _, Error};
 use crate::io::console::ConsoleSocket;
 use crate::io::{self, Prepared};

@@ -11,6 +11,7 @@ mod launch;
 mod queries;
 mod start;
 pub mod state;
+mod step;
 mod steps;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -23,7 +24,7 @@ use self::config::Config;
 pub use self::create::create_event;
 use self::discard::Retry;
 use self::state::{Event, State};
-use self::steps::Pending;
+use self::step::Pending;
 use crate::cgroup::Cgroup;
 use crate::cgroup::oom_watch::OomWatch;
 use crate::error::{Code, Context as _, Error};

@@ -6,7 +6,7 @@ use containerd_shim_protos::events::task as task_events;
 
 use super::Container;
 use super::state::{self, Event, State};
-use super::steps::{Caller, Step};
+use super::step::{Caller, Step};
 use crate::error::Error;
 use crate::exec;
 use crate::exits::{Exit, UNKNOWN};

@@ -1,5 +1,4 @@
-//! The steps in which a container and its execs are: each waits for a command of the runtime, a
-//! helper or a logging program, carries what the next step needs, and has its deadline.
+//! The begin and the end of each step in which a container or one of its execs is.
 //!
 //! A caller sends the time for which it waits (`timeout_nano`), and does not read the result after
 //! it. A command of the runtime that hangs would otherwise keep its container busy forever: an OCI
@@ -10,206 +9,30 @@
 //! that ends.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::Container;
 use super::delete::{Attempt, Deletion};
-use super::discard::Left;
 use super::launch::Launch;
+use super::step::{Caller, Pending, Step, Wait};
 use crate::children::Child;
 use crate::container::state::State;
 use crate::error::{Code, Error};
 use crate::exits::Exit;
-use crate::io::logger::{self, Logger};
-use crate::log;
-use crate::process_key::ProcessKey;
-use crate::reactor::{Source, UNWATCHED_WAIT};
+use crate::io::logger::Logger;
+use crate::reactor::Source;
 use crate::root::mark;
 use crate::runtime::Place;
 use crate::runtime::command::Command;
 use crate::runtime::descendants;
 use crate::runtime::helper::{self, Action, Work};
-use crate::runtime::output_pipe::Watch;
 use crate::services::Services;
-use crate::sys;
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
 /// How long commands may delay the announcement of a container's exit. An exec may have succeeded
 /// before the exit: its command has the time to end by itself.
 const AFTER_EXIT: Duration = Duration::from_secs(30);
-
-/// How long the runtime may take to delete a container, whatever the deadline of the call: kubelet
-/// sees the exit of the container only after its deletion.
-const DELETE_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// A step of an operation of a container or of one of its execs.
-#[derive(Debug)]
-pub enum Step {
-    /// A step of a Create, of a Start that restores a container, or of the Start of an exec.
-    Launch(Launch),
-    /// The runtime starts the container.
-    Start,
-    /// A step of a Delete.
-    Delete(Deletion),
-    /// Removes a part of what a failed Create has left. The Create fails with the error; `None`: a
-    /// later attempt or a Delete, so that no Create waits for the error.
-    Discard(Left, Option<Error>),
-    /// The runtime sends this signal to the container.
-    Kill(i32),
-    /// The runtime kills the processes that remain after the first process has exited.
-    KillRemaining,
-    /// The runtime pauses the container.
-    Pause,
-    /// The runtime resumes the container.
-    Resume,
-    /// The runtime changes the resources of the container.
-    Update,
-    /// The runtime writes a checkpoint into `path`; `work` is CRIU's work directory, if it is
-    /// removed afterwards.
-    Checkpoint { path: String, work: Option<PathBuf> },
-}
-
-impl Step {
-    /// Whether the deadline of the call limits the step. A removal continues after it, because an
-    /// interrupted one leaves more than it has found.
-    fn is_limited(&self) -> bool {
-        !matches!(self, Self::Discard(..) | Self::Delete(_) | Self::KillRemaining)
-    }
-
-    /// The time that the step has whatever the deadline of the call; `None`: no limit.
-    fn own_limit(&self) -> Option<Duration> {
-        match self {
-            Self::Delete(Deletion::Runtime(_)) | Self::Discard(Left::Container, _) => {
-                Some(DELETE_TIMEOUT)
-            }
-            Self::Launch(step) if step.awaits_logger() => Some(logger::READY_TIMEOUT),
-            _ => None,
-        }
-    }
-
-    /// Whether a killed command may leave the container frozen: runc freezes the cgroup for a while
-    /// in these commands.
-    fn may_freeze(&self) -> bool {
-        matches!(self, Self::Pause | Self::Update | Self::Kill(_) | Self::KillRemaining)
-    }
-
-    /// The begin of the error message of a command that has failed.
-    fn failure(&self, key: &ProcessKey, state: State) -> &'static str {
-        match self {
-            Self::Launch(Launch::Mounting { .. }) => "failed to mount rootfs component",
-            Self::Launch(_) if !key.exec.is_empty() => "OCI runtime exec failed",
-            Self::Launch(_) if state == State::Creating => "OCI runtime create failed",
-            Self::Launch(_) => "OCI runtime restore failed",
-            Self::Start => "OCI runtime start failed",
-            Self::Delete(Deletion::Runtime(_)) | Self::Discard(Left::Container, _) => {
-                "failed to delete task"
-            }
-            Self::Delete(Deletion::Cgroup(_)) | Self::Discard(Left::Cgroup, _) => "remove cgroup",
-            Self::Delete(Deletion::Mounts) | Self::Discard(Left::Mounts, _) => {
-                "failed rootfs umount"
-            }
-            Self::Kill(_) => "",
-            Self::KillRemaining => "OCI runtime killall failed",
-            Self::Pause => "OCI runtime pause failed",
-            Self::Resume => "OCI runtime resume failed",
-            Self::Update => "OCI runtime update failed",
-            Self::Checkpoint { .. } => "OCI runtime checkpoint failed",
-        }
-    }
-}
-
-/// What a step waits for.
-#[derive(Debug)]
-enum Wait {
-    /// A command of the runtime or a helper.
-    Command(Command),
-    /// A logging program that is not ready yet.
-    Logger(Logger),
-}
-
-/// The process that a call is for, and the caller that waits for the result, if any.
-#[derive(Debug, Clone)]
-pub struct Caller {
-    /// The container or the exec.
-    pub key: ProcessKey,
-    /// The caller.
-    pub reply: Option<Reply>,
-}
-
-/// A step that waits.
-#[derive(Debug)]
-pub struct Pending {
-    wait: Wait,
-    step: Step,
-    caller: Caller,
-    /// When the step ends at the latest, whatever the deadline of the call.
-    limit: Option<Instant>,
-    /// A Delete has cancelled the creation of the container.
-    is_cancelled: bool,
-    /// The command was killed at its deadline.
-    was_killed: bool,
-}
-
-impl Pending {
-    /// The container or the exec that the step is of.
-    pub fn key(&self) -> &ProcessKey {
-        &self.caller.key
-    }
-
-    fn has_pid(&self, wanted: i32) -> bool {
-        match &self.wait {
-            Wait::Command(command) => command.pid == wanted,
-            Wait::Logger(logger) => logger.pid == wanted,
-        }
-    }
-
-    fn is_late(&self, now: Instant) -> bool {
-        self.end().is_some_and(|at| at <= now)
-    }
-
-    /// When the step must end; `None`: it has no limit, or its command was killed.
-    fn end(&self) -> Option<Instant> {
-        if self.was_killed {
-            return None;
-        }
-        let is_limited = self.step.is_limited() && matches!(self.wait, Wait::Command(_));
-        let reply = self.caller.reply.filter(|_| is_limited);
-        let call = reply.and_then(|reply| reply.deadline());
-        [call, self.limit].into_iter().flatten().min()
-    }
-
-    /// When the step must end, or when its pipes are read because epoll cannot watch them: the node
-    /// has no memory or too many watches.
-    pub fn deadline(&self) -> Option<Instant> {
-        let Wait::Command(command) = &self.wait else { return self.end() };
-        let is_unwatched = command.open_pipes().any(|pipe| pipe.watch() == Watch::Timer);
-        let read = is_unwatched.then(|| Instant::now() + UNWATCHED_WAIT);
-        [self.end(), read].into_iter().flatten().min()
-    }
-
-    /// Kills the command and the processes that it has started. A `runc init` that a process of the
-    /// container has stopped, or a hook, does not exit with its parent.
-    fn kill(&mut self, pid: i32, namespace: &str) {
-        self.was_killed = true;
-        let id = &self.caller.key.id;
-        let why = match self.is_cancelled {
-            true => "a Delete cancels the creation",
-            false => "runtime command timed out",
-        };
-        log::warn(format_args!("container {id}: {why}; killing process {pid} and its children"));
-        match self.step {
-            // CRIU has stopped the processes of the container, and must resume them itself. The
-            // command is not reaped yet, so its pid cannot have been reused.
-            Step::Checkpoint { .. } => drop(sys::kill(pid, libc::SIGKILL)),
-            Step::Launch(Launch::Mounting { by_program: true }) => {
-                descendants::kill(pid, Some(&mark::entry(namespace, id)));
-            }
-            _ => descendants::kill(pid, None),
-        }
-    }
-}
 
 impl Container {
     /// The container as the one that a call is for.
@@ -254,14 +77,8 @@ impl Container {
         Ok(())
     }
 
-    fn begin(
-        &mut self,
-        services: &mut Services,
-        caller: &Caller,
-        step: Step,
-        mut command: Command,
-    ) {
-        services.watch_output(&mut command);
+    fn begin(&mut self, services: &mut Services, caller: &Caller, step: Step, command: Command) {
+        services.watch_output(&command);
         services.children().add(command.pid, Child::Command(caller.key.clone()));
         self.wait_for(Wait::Command(command), caller, step);
     }
@@ -299,20 +116,11 @@ impl Container {
             return;
         };
         let Wait::Command(command) = &mut pending.wait else { return };
-        for pipe in command.pipes_mut().filter(|pipe| pipe.watch() == Watch::Epoll) {
-            if pipe.advance() {
+        for pipe in command.pipes_mut() {
+            pipe.advance();
+            if pipe.has_ended() {
                 // It fails only if nothing is watched.
                 let _ = services.reactor().remove(&*pipe);
-            }
-        }
-    }
-
-    /// Reads the pipes that epoll cannot watch.
-    pub fn read_unwatched_output(&mut self) {
-        for pending in &mut self.pending {
-            let Wait::Command(command) = &mut pending.wait else { continue };
-            for pipe in command.pipes_mut().filter(|pipe| pipe.watch() == Watch::Timer) {
-                pipe.advance();
             }
         }
     }
@@ -323,8 +131,8 @@ impl Container {
         let Pending { wait, mut step, caller, limit, is_cancelled, was_killed } = pending;
         let Wait::Command(mut command) = wait else { return };
         // A process that is being started may have a copy of the pipe.
-        for pipe in command.pipes_mut().filter(|pipe| pipe.watch() == Watch::Epoll) {
-            let _ = services.reactor().remove(&*pipe);
+        for pipe in command.open_pipes() {
+            let _ = services.reactor().remove(pipe);
         }
         let mut done = match exit.status {
             0 => Ok(()),

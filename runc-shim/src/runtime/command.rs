@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use crate::error::{Code, Error};
 use crate::exits::{self, Exit};
-use crate::runtime::output_pipe::{self, OutputPipe, Watch};
+use crate::runtime::output_pipe::{self, OutputPipe};
 
 /// A command that was started.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl Command {
 
     /// Those that have not ended.
     pub fn open_pipes(&self) -> impl Iterator<Item = &OutputPipe> {
-        self.log.iter().chain(&self.output).filter(|pipe| pipe.watch() != Watch::Ended)
+        self.log.iter().chain(&self.output).filter(|pipe| !pipe.has_ended())
     }
 
     /// The end of what the command has written to its standard streams, if it was kept.

@@ -28,20 +28,10 @@ const MAX_LAST_READS: usize = 16;
 /// The read end of a pipe, and the end of what was read.
 #[derive(Debug)]
 pub struct OutputPipe {
-    watch: Watch,
+    /// No process has the write end open.
+    has_ended: bool,
     reader: File,
     kept: Vec<u8>,
-}
-
-/// How a pipe is read while a command runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Watch {
-    /// When epoll reports it.
-    Epoll,
-    /// By time: epoll does not watch it.
-    Timer,
-    /// Not at all: no process has the write end open.
-    Ended,
 }
 
 /// The result of a read.
@@ -68,30 +58,21 @@ impl OutputPipe {
             Ok::<_, rustix::io::Errno>((File::from(reader), writer))
         };
         let (reader, writer) = make().context("make pipe for the output of a command")?;
-        Ok((Self { watch: Watch::Timer, reader, kept: Vec::new() }, writer))
+        Ok((Self { has_ended: false, reader, kept: Vec::new() }, writer))
     }
 
-    /// Notes that epoll reports what is in the pipe.
-    pub fn set_watched(&mut self) {
-        self.watch = Watch::Epoll;
-    }
-
-    /// How the pipe is read.
-    pub fn watch(&self) -> Watch {
-        self.watch
-    }
-
-    /// Reads what is in the pipe. True: the pipe has ended now, and is not to be watched any more.
-    pub fn advance(&mut self) -> bool {
-        let has_ended = self.watch != Watch::Ended && self.read() == Progress::Ended;
-        if has_ended {
-            self.watch = Watch::Ended;
-        }
-        has_ended
-    }
-
-    /// Reads what is in the pipe, up to 128 KiB. A pipe that has ended is ready forever, and is not
+    /// Whether no process has the write end open. A pipe that has ended is ready forever, and is not
     /// to be watched any more.
+    pub fn has_ended(&self) -> bool {
+        self.has_ended
+    }
+
+    /// Reads what is in the pipe.
+    pub fn advance(&mut self) {
+        self.has_ended = self.has_ended || self.read() == Progress::Ended;
+    }
+
+    /// Reads what is in the pipe, up to 128 KiB.
     fn read(&mut self) -> Progress {
         let mut bytes = [0; READ_SIZE];
         for _ in 0..MAX_READS {

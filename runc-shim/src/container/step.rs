@@ -1,0 +1,184 @@
+//! A step in which a container or one of its execs is: it waits for a command of the runtime, a
+//! helper or a logging program, carries what the next step needs, and has its deadline.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::delete::Deletion;
+use super::discard::Left;
+use super::launch::Launch;
+use super::state::State;
+use crate::error::Error;
+use crate::io::logger::{self, Logger};
+use crate::log;
+use crate::process_key::ProcessKey;
+use crate::root::mark;
+use crate::runtime::command::Command;
+use crate::runtime::descendants;
+use crate::sys;
+use crate::ttrpc::server::Reply;
+
+/// How long the runtime may take to delete a container, whatever the deadline of the call: kubelet
+/// sees the exit of the container only after its deletion.
+const DELETE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A step of an operation of a container or of one of its execs.
+#[derive(Debug)]
+pub enum Step {
+    /// A step of a Create, of a Start that restores a container, or of the Start of an exec.
+    Launch(Launch),
+    /// The runtime starts the container.
+    Start,
+    /// A step of a Delete.
+    Delete(Deletion),
+    /// Removes a part of what a failed Create has left. The Create fails with the error; `None`: a
+    /// later attempt or a Delete, so that no Create waits for the error.
+    Discard(Left, Option<Error>),
+    /// The runtime sends this signal to the container.
+    Kill(i32),
+    /// The runtime kills the processes that remain after the first process has exited.
+    KillRemaining,
+    /// The runtime pauses the container.
+    Pause,
+    /// The runtime resumes the container.
+    Resume,
+    /// The runtime changes the resources of the container.
+    Update,
+    /// The runtime writes a checkpoint into `path`; `work` is CRIU's work directory, if it is
+    /// removed afterwards.
+    Checkpoint { path: String, work: Option<PathBuf> },
+}
+
+impl Step {
+    /// Whether the deadline of the call limits the step. A removal continues after it, because an
+    /// interrupted one leaves more than it has found.
+    pub fn is_limited(&self) -> bool {
+        !matches!(self, Self::Discard(..) | Self::Delete(_) | Self::KillRemaining)
+    }
+
+    /// The time that the step has whatever the deadline of the call; `None`: no limit.
+    pub fn own_limit(&self) -> Option<Duration> {
+        match self {
+            Self::Delete(Deletion::Runtime(_)) | Self::Discard(Left::Container, _) => {
+                Some(DELETE_TIMEOUT)
+            }
+            Self::Launch(step) if step.awaits_logger() => Some(logger::READY_TIMEOUT),
+            _ => None,
+        }
+    }
+
+    /// Whether a killed command may leave the container frozen: runc freezes the cgroup for a while
+    /// in these commands.
+    pub fn may_freeze(&self) -> bool {
+        matches!(self, Self::Pause | Self::Update | Self::Kill(_) | Self::KillRemaining)
+    }
+
+    /// The begin of the error message of a command that has failed.
+    pub fn failure(&self, key: &ProcessKey, state: State) -> &'static str {
+        match self {
+            Self::Launch(Launch::Mounting { .. }) => "failed to mount rootfs component",
+            Self::Launch(_) if !key.exec.is_empty() => "OCI runtime exec failed",
+            Self::Launch(_) if state == State::Creating => "OCI runtime create failed",
+            Self::Launch(_) => "OCI runtime restore failed",
+            Self::Start => "OCI runtime start failed",
+            Self::Delete(Deletion::Runtime(_)) | Self::Discard(Left::Container, _) => {
+                "failed to delete task"
+            }
+            Self::Delete(Deletion::Cgroup(_)) | Self::Discard(Left::Cgroup, _) => "remove cgroup",
+            Self::Delete(Deletion::Mounts) | Self::Discard(Left::Mounts, _) => {
+                "failed rootfs umount"
+            }
+            Self::Kill(_) => "",
+            Self::KillRemaining => "OCI runtime killall failed",
+            Self::Pause => "OCI runtime pause failed",
+            Self::Resume => "OCI runtime resume failed",
+            Self::Update => "OCI runtime update failed",
+            Self::Checkpoint { .. } => "OCI runtime checkpoint failed",
+        }
+    }
+}
+
+/// What a step waits for.
+#[derive(Debug)]
+pub enum Wait {
+    /// A command of the runtime or a helper.
+    Command(Command),
+    /// A logging program that is not ready yet.
+    Logger(Logger),
+}
+
+/// The process that a call is for, and the caller that waits for the result, if any.
+#[derive(Debug, Clone)]
+pub struct Caller {
+    /// The container or the exec.
+    pub key: ProcessKey,
+    /// The caller.
+    pub reply: Option<Reply>,
+}
+
+/// A step that waits.
+#[derive(Debug)]
+pub struct Pending {
+    /// What it waits for.
+    pub wait: Wait,
+    /// What ends with that.
+    pub step: Step,
+    /// The process, and the caller that is answered at the end.
+    pub caller: Caller,
+    /// When the step ends at the latest, whatever the deadline of the call.
+    pub limit: Option<Instant>,
+    /// A Delete has cancelled the creation of the container.
+    pub is_cancelled: bool,
+    /// The command was killed at its deadline.
+    pub was_killed: bool,
+}
+
+impl Pending {
+    /// The container or the exec that the step is of.
+    pub fn key(&self) -> &ProcessKey {
+        &self.caller.key
+    }
+
+    pub fn has_pid(&self, wanted: i32) -> bool {
+        match &self.wait {
+            Wait::Command(command) => command.pid == wanted,
+            Wait::Logger(logger) => logger.pid == wanted,
+        }
+    }
+
+    pub fn is_late(&self, now: Instant) -> bool {
+        self.deadline().is_some_and(|at| at <= now)
+    }
+
+    /// When the step must end; `None`: it has no limit, or its command was killed.
+    pub fn deadline(&self) -> Option<Instant> {
+        if self.was_killed {
+            return None;
+        }
+        let is_limited = self.step.is_limited() && matches!(self.wait, Wait::Command(_));
+        let reply = self.caller.reply.filter(|_| is_limited);
+        let call = reply.and_then(|reply| reply.deadline());
+        [call, self.limit].into_iter().flatten().min()
+    }
+
+    /// Kills the command and the processes that it has started. A `runc init` that a process of the
+    /// container has stopped, or a hook, does not exit with its parent.
+    pub fn kill(&mut self, pid: i32, namespace: &str) {
+        self.was_killed = true;
+        let id = &self.caller.key.id;
+        let why = match self.is_cancelled {
+            true => "a Delete cancels the creation",
+            false => "runtime command timed out",
+        };
+        log::warn(format_args!("container {id}: {why}; killing process {pid} and its children"));
+        match self.step {
+            // CRIU has stopped the processes of the container, and must resume them itself. The
+            // command is not reaped yet, so its pid cannot have been reused.
+            Step::Checkpoint { .. } => drop(sys::kill(pid, libc::SIGKILL)),
+            Step::Launch(Launch::Mounting { by_program: true }) => {
+                descendants::kill(pid, Some(&mark::entry(namespace, id)));
+            }
+            _ => descendants::kill(pid, None),
+        }
+    }
+}
