@@ -143,9 +143,8 @@ impl Shim {
             }
             // `run` handles ended streams next; the copier threads handle the streams.
             Source::Copier | Source::Stream(_) => {}
-            Source::Logger(pid) | Source::OomWatch(pid) | Source::Output(pid) => {
-                self.child_ready(source, pid);
-            }
+            Source::OomWatch(pid) | Source::Output(pid) => self.child_ready(source, pid),
+            Source::Logger(pid) => self.logger_ready(pid),
             Source::PauseProcess => {
                 if let Some(sandbox) = &mut self.sandbox {
                     sandbox.process_ready(&mut self.services);
@@ -161,10 +160,18 @@ impl Shim {
         let (Child::Command(key) | Child::Process(key) | Child::Logger(key, _)) = child;
         let id = key.id.clone();
         self.with(&id, |it, services| match source {
-            Source::Logger(_) => it.logger_ready(services, pid),
             Source::OomWatch(_) => it.oom_event(services),
             _ => it.output_ready(services, pid),
         });
+    }
+
+    /// Handles the ready descriptor of a logging program, which may have exited and been reaped.
+    fn logger_ready(&mut self, pid: u32) {
+        let Ok(pid) = i32::try_from(pid) else { return };
+        let found = self.containers.iter().find(|(_, it)| it.awaits(pid));
+        if let Some(id) = found.map(|(id, _)| id.clone()) {
+            self.with(&id, |it, services| it.logger_ready(services, pid));
+        }
     }
 
     /// Handles pending signals. On SIGTERM and SIGINT the shim shuts down; its containers keep

@@ -205,6 +205,11 @@ impl Container {
         }
     }
 
+    /// Whether a step waits for this command or logging program.
+    pub fn awaits(&self, pid: i32) -> bool {
+        self.pending.iter().any(|pending| pending.has_pid(pid))
+    }
+
     /// Continues when a logging program has reported that it is ready, or has failed.
     pub fn logger_ready(&mut self, services: &mut Services, pid: i32) {
         let Some(pending) = self.pending.iter().find(|pending| pending.has_pid(pid)) else {
