@@ -5,9 +5,8 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use containerd_shim_protos::api::DeleteResponse;
 use process_identity::device_and_inode;
-use protobuf::{Message as _, MessageField};
+use protobuf::Message as _;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
@@ -24,6 +23,7 @@ use crate::runtime::helper::{self, Action, Work};
 use crate::runtime::options;
 use crate::runtime::{self, Place, Runtime};
 use crate::sys;
+use crate::ttrpc::response;
 
 /// Time limit for killing commands of the runtime, and the delay between two searches for them.
 /// Commands are killed and the mounts undone within the 5 s that containerd allows for `delete`
@@ -94,12 +94,8 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let ended = end_marked(&mark::entry(&arguments.namespace, &arguments.id), begun);
     let detached = if ended { mounts::detach_bundle(&shim_bundle) } else { Ok(()) };
     unmounted.and(detached)?;
-    let exit = Exit::now(137);
-    let mut response = DeleteResponse::new();
-    response.exit_status = exit.status;
-    response.exited_at = MessageField::some(exit.at());
-    let pid = runtime::read_pid(&bundle.join("init.pid")).ok();
-    response.pid = pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
+    let pid = runtime::read_pid(&bundle.join("init.pid")).unwrap_or(0);
+    let response = response::deleted(response::unsigned(pid), Some(Exit::now(137)));
     std::io::stdout().write_all(&response.write_to_bytes()?).context("write answer")
 }
 

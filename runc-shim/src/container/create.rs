@@ -92,9 +92,7 @@ impl Container {
             event.pid = pid;
             services.send(events::CREATE, &*event);
         }
-        let mut response = api::CreateTaskResponse::new();
-        response.pid = pid;
-        response::now(&response)
+        response::created(pid)
     }
 
     /// Handles a failed Create: removes the leftovers of the container, and then fails the call

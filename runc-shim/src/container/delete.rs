@@ -2,16 +2,11 @@
 
 use std::time::Instant;
 
-use containerd_shim_protos::api;
-use containerd_shim_protos::events::task as task_events;
-use protobuf::MessageField;
-
 use super::state::{self, Event, State};
 use super::step::{Caller, Step};
 use super::{Container, missing};
 use crate::error::Error;
 use crate::exec;
-use crate::exits::Exit;
 use crate::process_key::ProcessKey;
 use crate::runtime::Place;
 use crate::runtime::helper::Action;
@@ -120,14 +115,8 @@ impl Container {
         for (key, exit) in services.children().take_ended_processes(&self.key.id) {
             self.process_exited(services, &key, exit);
         }
-        let mut event = task_events::TaskDelete::new();
-        event.container_id.clone_from(&self.key.id);
-        event.pid = self.pid();
-        let mut response = response_of(self.state.pid(), self.state.exit());
-        event.exit_status = response.exit_status;
-        event.exited_at = response.exited_at.clone();
-        response.pid = event.pid;
-        services.send(events::DELETE, &event);
+        let response = response::deleted(self.pid(), self.state.exit());
+        services.send(events::DELETE, &events::delete(&self.key.id, &response));
         self.forget(services);
         response::now(&response)
     }
@@ -180,7 +169,7 @@ impl Container {
         services.exec_deleted(key);
         let (process, _) = exec.into_parts();
         process.close(services, &key.id);
-        response::now(&response_of(state.pid(), state.exit()))
+        response::now(&response::deleted(response::unsigned(state.pid()), state.exit()))
     }
 
     /// Continues the deletion of a process that has waited for its last output.
@@ -213,15 +202,4 @@ impl Container {
             self.drained(services, &key, reply);
         }
     }
-}
-
-/// The answer to the Delete of a process.
-fn response_of(pid: i32, exit: Option<Exit>) -> api::DeleteResponse {
-    let mut response = api::DeleteResponse::new();
-    response.pid = response::unsigned(pid);
-    if let Some(exit) = exit {
-        response.exit_status = exit.status;
-        response.exited_at = MessageField::some(exit.at());
-    }
-    response
 }

@@ -4,9 +4,6 @@
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use containerd_shim_protos::api::DeleteResponse;
-use protobuf::MessageField;
-
 use super::Container;
 use super::step::{Caller, Step};
 use crate::error::Error;
@@ -59,7 +56,9 @@ impl Container {
             self.run_helper(services, caller, step(Left::Mounts), Action::Unmount, None)
         } else {
             self.forget(services);
-            return reason.map_or_else(deleted, Err);
+            // A container that never ran has no exit status.
+            let deleted = response::deleted(0, Some(Exit::now(UNKNOWN)));
+            return reason.map_or_else(|| response::now(&deleted), Err);
         };
         begun.map(|()| None).or_else(|e| self.discard_failed(reason, e))
     }
@@ -105,13 +104,4 @@ impl Container {
         let path = runtime::memory_file_of(self.config.cgroups_path.as_bytes())?;
         self.run_helper(services, caller, step, Action::RemoveCgroup, Some(path.as_fd()))
     }
-}
-
-/// The answer to the Delete of a container that never ran.
-fn deleted() -> Answer {
-    let exit = Exit::now(UNKNOWN);
-    let mut response = DeleteResponse::new();
-    response.exit_status = exit.status;
-    response.exited_at = MessageField::some(exit.at());
-    response::now(&response)
 }

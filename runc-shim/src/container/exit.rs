@@ -1,7 +1,6 @@
 //! Exits of the processes of a container, the ends of their streams, and OOM kills.
 
 use containerd_shim_protos::events::task as task_events;
-use protobuf::MessageField;
 
 use super::Container;
 use super::state::{Event, Notice, State};
@@ -47,9 +46,7 @@ impl Container {
         match notice {
             Notice::Nothing => {}
             Notice::Started(pid) => {
-                let mut event = task_events::TaskStart::new();
-                (event.container_id, event.pid) = (id, response::unsigned(pid));
-                services.send(events::START, &event);
+                services.send(events::START, &events::start(&id, response::unsigned(pid)));
             }
             Notice::Paused => {
                 let mut event = task_events::TaskPaused::new();
@@ -69,12 +66,7 @@ impl Container {
 
     /// Announces the exit of a process, and answers the calls that wait for it.
     fn announce_exit(&mut self, services: &mut Services, key: &ProcessKey, pid: i32, exit: Exit) {
-        let mut event = task_events::TaskExit::new();
-        event.container_id.clone_from(&key.id);
-        event.id = key.process().to_owned();
-        event.pid = response::unsigned(pid);
-        event.exit_status = exit.status;
-        event.exited_at = MessageField::some(exit.at());
+        let event = events::exit(key, response::unsigned(pid), exit);
         services.send_of(events::EXIT, &event, key);
         if let Ok(process) = self.process(key) {
             process.exited(services.copiers(), &key.id);

@@ -1,7 +1,6 @@
 //! Start of containers and execs. The steps of a Start that creates a process are in
 //! [`super::launch`].
 
-use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 
 use super::Container;
@@ -53,9 +52,7 @@ impl Container {
     pub(super) fn started(&mut self, services: &mut Services, pid: i32) -> Answer {
         self.change(services, Event::Started(pid));
         self.announce_exit_if_done(services);
-        let mut response = api::StartResponse::new();
-        response.pid = response::unsigned(pid);
-        response::now(&response)
+        response::started(response::unsigned(pid))
     }
 
     /// Starts an exec.
@@ -111,8 +108,6 @@ impl Container {
             // been reused.
             let _ = sys::kill(pid, libc::SIGKILL);
         }
-        let mut response = api::StartResponse::new();
-        response.pid = response::unsigned(pid);
-        response::now(&response)
+        response::started(response::unsigned(pid))
     }
 }

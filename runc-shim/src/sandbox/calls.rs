@@ -1,14 +1,13 @@
 //! The calls for the task of the pod's sandbox.
 
 use containerd_shim_protos::api;
-use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::types::task::Status;
-use protobuf::MessageField;
 
 use super::{Sandbox, Stage};
 use crate::container::create_event;
 use crate::error::{Code, Error};
 use crate::exits::{Exit, UNKNOWN, has_ended};
+use crate::process_key::ProcessKey;
 use crate::services::Services;
 use crate::ttrpc::events;
 use crate::ttrpc::request::Request;
@@ -51,9 +50,7 @@ impl Sandbox {
         let mut event = create_event(request);
         event.pid = self.pid();
         services.send(events::CREATE, &event);
-        let mut response = api::CreateTaskResponse::new();
-        response.pid = event.pid;
-        response::now(&response)
+        response::created(event.pid)
     }
 
     fn start(&mut self, services: &mut Services) -> Answer {
@@ -62,12 +59,8 @@ impl Sandbox {
             return Err(Error::state("cannot start a running container"));
         }
         self.stage = Stage::Started;
-        let mut event = task_events::TaskStart::new();
-        (event.container_id, event.pid) = (self.pause.id.clone(), self.pid());
-        services.send(events::START, &event);
-        let mut response = api::StartResponse::new();
-        response.pid = event.pid;
-        response::now(&response)
+        services.send(events::START, &events::start(&self.pause.id, self.pid()));
+        response::started(self.pid())
     }
 
     fn delete(&mut self, services: &mut Services) -> Answer {
@@ -77,16 +70,9 @@ impl Sandbox {
             return Err(Error::state("cannot delete a running process"));
         }
         self.stage = Stage::Known;
-        let mut response = api::DeleteResponse::new();
-        response.pid = self.pid();
-        if let Some(exit) = self.exit {
-            response.exit_status = exit.status;
-            response.exited_at = MessageField::some(exit.at());
-        }
-        let mut event = task_events::TaskDelete::new();
-        (event.container_id, event.id) = (self.pause.id.clone(), self.pause.id.clone());
-        (event.pid, event.exit_status) = (response.pid, response.exit_status);
-        event.exited_at = response.exited_at.clone();
+        let response = response::deleted(self.pid(), self.exit);
+        let mut event = events::delete(&self.pause.id, &response);
+        event.id.clone_from(&self.pause.id);
         services.send(events::DELETE, &event);
         response::now(&response)
     }
@@ -106,11 +92,8 @@ impl Sandbox {
         let exit = Exit::now(UNKNOWN);
         self.exit = Some(exit);
         if self.stage == Stage::Started {
-            let mut event = task_events::TaskExit::new();
-            (event.container_id, event.id) = (self.pause.id.clone(), self.pause.id.clone());
-            (event.pid, event.exit_status) = (self.pid(), exit.status);
-            event.exited_at = MessageField::some(exit.at());
-            services.send(events::EXIT, &event);
+            let key = ProcessKey::new(&self.pause.id, "");
+            services.send(events::EXIT, &events::exit(&key, self.pid(), exit));
         }
         self.waiters.answer(services, exit);
     }

@@ -3,22 +3,23 @@
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use containerd_shim_protos::events::task::TaskOOM;
+use containerd_shim_protos::api::DeleteResponse;
+use containerd_shim_protos::events::task::{TaskDelete, TaskExit, TaskOOM, TaskStart};
 use containerd_shim_protos::shim::event::Envelope;
 use containerd_shim_protos::shim::events::ForwardRequest;
 use containerd_shim_protos::ttrpc::proto::{
     KeyValue, MESSAGE_TYPE_REQUEST, MESSAGE_TYPE_RESPONSE, Request, Response,
 };
 use protobuf::well_known_types::any::Any;
-use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{Message, MessageField};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::{Code, Error};
+use crate::exits::Exit;
 use crate::log;
 use crate::process_key::ProcessKey;
 use crate::reactor::{Reactor, Source};
@@ -63,6 +64,31 @@ pub const RESUMED: Kind = ("/tasks/resumed", "containerd.events.TaskResumed");
 pub const CHECKPOINTED: Kind = ("/tasks/checkpointed", "containerd.events.TaskCheckpointed");
 /// A process was killed by the OOM killer.
 const OOM: Kind = ("/tasks/oom", "containerd.events.TaskOOM");
+
+/// The message of [`START`].
+pub fn start(id: &str, pid: u32) -> TaskStart {
+    let mut event = TaskStart::new();
+    (event.container_id, event.pid) = (id.to_owned(), pid);
+    event
+}
+
+/// The message of [`EXIT`].
+pub fn exit(key: &ProcessKey, pid: u32, exit: Exit) -> TaskExit {
+    let mut event = TaskExit::new();
+    (event.container_id, event.id) = (key.id.clone(), key.process().to_owned());
+    (event.pid, event.exit_status) = (pid, exit.status);
+    event.exited_at = MessageField::some(exit.at());
+    event
+}
+
+/// The message of [`DELETE`], for the response to the Delete.
+pub fn delete(id: &str, response: &DeleteResponse) -> TaskDelete {
+    let mut event = TaskDelete::new();
+    event.container_id = id.to_owned();
+    (event.pid, event.exit_status) = (response.pid, response.exit_status);
+    event.exited_at = response.exited_at.clone();
+    event
+}
 
 /// A queued event.
 #[derive(Debug)]
@@ -176,12 +202,8 @@ impl Events {
         let mut any = Any::new();
         any.type_url = name.to_owned();
         any.value = event.write_to_bytes().unwrap_or_default();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let mut at = Timestamp::new();
-        at.seconds = i64::try_from(now.as_secs()).unwrap_or(i64::MAX);
-        at.nanos = i32::try_from(now.subsec_nanos()).unwrap_or(0);
         let mut envelope = Envelope::new();
-        envelope.timestamp = MessageField::some(at);
+        envelope.timestamp = MessageField::some(Exit::now(0).at());
         envelope.namespace.clone_from(&self.namespace);
         envelope.topic = topic.to_owned();
         envelope.event = MessageField::some(any);

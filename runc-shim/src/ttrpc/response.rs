@@ -19,6 +19,31 @@ pub fn empty() -> Answer {
     Ok(Some(Vec::new()))
 }
 
+/// The answer to a Create.
+pub fn created(pid: u32) -> Answer {
+    let mut response = api::CreateTaskResponse::new();
+    response.pid = pid;
+    now(&response)
+}
+
+/// The answer to a Start.
+pub fn started(pid: u32) -> Answer {
+    let mut response = api::StartResponse::new();
+    response.pid = pid;
+    now(&response)
+}
+
+/// The response to a Delete.
+pub fn deleted(pid: u32, exit: Option<Exit>) -> api::DeleteResponse {
+    let mut response = api::DeleteResponse::new();
+    response.pid = pid;
+    if let Some(exit) = exit {
+        response.exit_status = exit.status;
+        response.exited_at = MessageField::some(exit.at());
+    }
+    response
+}
+
 /// The answer to a Wait.
 pub fn waited(exit: Exit) -> api::WaitResponse {
     let mut response = api::WaitResponse::new();
