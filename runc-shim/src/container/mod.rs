@@ -228,7 +228,7 @@ impl Container {
             }
             Err(reason) => {
                 let id = &self.key.id;
-                log::warn(format_args!("container {id}: {event} while it is {before}: {reason}"));
+                log::warn(format_args!("container {id}: {event:?} in state {before:?}: {reason}"));
             }
         }
     }

@@ -12,8 +12,6 @@
 //! so that the start is announced first. `Exiting` lasts until the execs of the container have
 //! exited, so that the exit of the container is announced last.
 
-use std::fmt;
-
 use crate::exits::Exit;
 
 /// The state of a container.
@@ -235,44 +233,6 @@ impl State {
             Self::Exiting { .. } | Self::Stopped { .. } => true,
             _ => false,
         }
-    }
-}
-
-impl fmt::Display for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Creating => "being created",
-            Self::Discarding => "being removed",
-            Self::Created { .. } => "created",
-            Self::Restorable => "to be restored",
-            Self::Starting { .. } => "being started",
-            Self::Running { .. } => "running",
-            Self::Pausing { .. } => "being paused",
-            Self::Paused { .. } => "paused",
-            Self::Resuming { .. } => "being resumed",
-            Self::Exiting { .. } => "exiting",
-            Self::Stopped { .. } => "stopped",
-            Self::Deleting { .. } => "being deleted",
-        })
-    }
-}
-
-impl fmt::Display for Event {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Created(_) => "end of its creation",
-            Self::CreateFailed => "failed creation",
-            Self::Start => "start",
-            Self::Started(_) => "end of its start",
-            Self::StartFailed => "failed start",
-            Self::Pause => "pause",
-            Self::Resume => "resume",
-            Self::Done => "end of a command",
-            Self::Failed => "failed command",
-            Self::Exited(_) => "exit",
-            Self::ExecsGone => "end of its last process",
-            Self::Delete => "deletion",
-        })
     }
 }
 

@@ -302,17 +302,7 @@ impl Events {
             connection.sending = Some(out);
         }
         let Some(out) = &mut connection.sending else { return Ok(()) };
-        while !out.is_empty() {
-            match rustix::io::write(&connection.socket, out) {
-                Ok(count) => {
-                    out.drain(..count);
-                }
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
-        Ok(())
+        Ok(frame::write(&connection.socket, out)?)
     }
 
     /// Reads responses.

@@ -1,8 +1,11 @@
 //! Frames of ttrpc: a header of ten bytes (length, stream, type, flags) and the message.
 
+use std::os::fd::OwnedFd;
+
 use containerd_shim_protos::ttrpc::proto::{
     MESSAGE_HEADER_LENGTH, MESSAGE_LENGTH_MAX, MessageHeader,
 };
+use rustix::io::Errno;
 
 /// A decoded frame.
 #[derive(Debug, PartialEq, Eq)]
@@ -83,6 +86,24 @@ pub fn encode(out: &mut Vec<u8>, stream: u32, kind: u8, payload: &[u8]) {
     let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
     out.extend(Vec::from(MessageHeader { length, stream_id: stream, type_: kind, flags: 0 }));
     out.extend_from_slice(payload);
+}
+
+/// Writes as much of `out` as a non-blocking socket takes, and removes that.
+///
+/// # Errors
+/// The connection is closed.
+pub fn write(socket: &OwnedFd, out: &mut Vec<u8>) -> Result<(), Errno> {
+    while !out.is_empty() {
+        match rustix::io::write(socket, out) {
+            Ok(count) => drop(out.drain(..count)),
+            Err(Errno::AGAIN) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    // An idle connection takes no memory.
+    *out = Vec::new();
+    Ok(())
 }
 
 #[cfg(test)]

@@ -197,7 +197,7 @@ impl Server {
 
     fn flush(&mut self, id: u32, reactor: &Reactor) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        if connection.write().is_err() {
+        if frame::write(&connection.socket, &mut connection.out).is_err() {
             self.connections.remove(&id);
             return;
         }
@@ -238,21 +238,6 @@ impl Connection {
             }
         }
         Ok(frames)
-    }
-
-    fn write(&mut self) -> Result<(), Errno> {
-        while !self.out.is_empty() {
-            match rustix::io::write(&self.socket, &self.out) {
-                Ok(count) => {
-                    self.out.drain(..count);
-                }
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(e) => return Err(e),
-            }
-        }
-        self.out = Vec::new();
-        Ok(())
     }
 }
 
