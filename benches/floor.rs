@@ -7,10 +7,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use anyhow::Result;
+use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, StartResponse, StatusReport,
+    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary,
+    StartResponse, StatusReport,
 };
-use pause_sandboxer::wire::{SandboxService, Server, bind};
+use pause_sandboxer::wire::{Server, bind};
 use tokio::sync::watch;
 
 /// Ids, and what their waiters wait for.
@@ -68,10 +70,13 @@ impl SandboxService for Floor {
         Ok(())
     }
 
-    async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
-        let mut exit = self.find(&id)?.exit.subscribe();
-        let exit = exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit);
-        exit.ok_or(Error::NotFound { id })
+    fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
+        let (known, id) = (self.find(id), id.to_owned());
+        async move {
+            let mut exit = known?.exit.subscribe();
+            let exit = exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit);
+            exit.ok_or(Error::NotFound { id })
+        }
     }
 
     async fn status(&self, id: &str, _: bool) -> Result<StatusReport, Error> {
@@ -100,5 +105,13 @@ impl SandboxService for Floor {
 
     async fn update(&self, id: &str, _: SandboxInfo, _: Vec<String>) -> Result<(), Error> {
         self.find(id).map(drop)
+    }
+
+    async fn list(&self, _: &str, _: usize, _: bool) -> Result<(Vec<SandboxSummary>, bool), Error> {
+        Ok((Vec::new(), false))
+    }
+
+    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
+        Err(Error::NotFound { id: id.to_owned() })
     }
 }

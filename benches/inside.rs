@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use kit::controller::CONFIG_TYPE;
 use pause_sandboxer::config::Config;
-use pause_sandboxer::controller::Controller;
+use pause_sandboxer::controller::{Controller, SandboxService};
 use pause_sandboxer::pause::native::Native;
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, Payload, SandboxInfo};
 use protobuf::Message;

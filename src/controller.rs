@@ -1,6 +1,7 @@
 //! The nine RPCs of `sandbox.Controller`: sandbox id to sandbox. No wire types, no system calls.
 
 mod registry;
+mod service;
 
 use std::future::ready;
 use std::ops::Bound;
@@ -18,6 +19,7 @@ use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
 use futures::future::Either;
 use registry::{Reserved, SandboxRegistry, Slot};
+pub use service::SandboxService;
 use tokio::time::Instant;
 
 /// All sandboxes of the daemon.
@@ -69,113 +71,6 @@ impl Controller {
         }))
     }
 
-    /// Checks the request and records the sandbox, which runs to its end when the future is
-    /// dropped. Then waits until containerd has recorded it as a container too, or has failed to.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`], [`Error::AlreadyExists`], or the failed step; nothing is left then.
-    pub async fn create(&self, request: CreateRequest) -> Result<(), Error> {
-        let id = self.check(&request.id)?;
-        {
-            let mut slots = self.sandboxes.slots.lock();
-            if slots.contains_key(id.as_str()) {
-                return Err(Error::AlreadyExists { id: id.to_string() });
-            }
-            slots.insert(id.clone(), Slot::Reserved);
-        }
-        let environment = self.environment.clone();
-        let reserved = Reserved { register: self.sandboxes.clone(), id: id.clone() };
-        // A task of its own: the reservation must end however the caller does.
-        let job = tokio::spawn(async move {
-            let register = reserved.register.clone();
-            let (free, id) = (register.clone(), reserved.id.clone());
-            let sandbox = Sandbox::create(environment, request, move |id| free.free(id)).await?;
-            let sandbox = Arc::new(sandbox);
-            register.slots.lock().insert(id, Slot::Live(sandbox.clone()));
-            drop(reserved);
-            Ok(sandbox)
-        });
-        let fault = |e: tokio::task::JoinError| {
-            Err(Error::Fault { id: id.to_string(), rpc: "create", reason: e.to_string() })
-        };
-        job.await.unwrap_or_else(fault)?.container_recorded().await;
-        Ok(())
-    }
-
-    /// Starts a created sandbox. Runs to its end when the future is dropped; the sandbox is removed
-    /// then.
-    ///
-    /// # Errors
-    /// [`Error::State`] unless it was just created; else the failed step, and nothing is left.
-    pub async fn start(&self, id: &str) -> Result<StartResponse, Error> {
-        self.sandbox(id)?.start().await
-    }
-
-    /// The node's own platform. CRI asks this before every container, so the sandbox gets ready for
-    /// one.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`].
-    pub async fn platform(&self, id: &str) -> Result<Platform, Error> {
-        self.sandbox(id)?.prepare();
-        Ok(Platform::node())
-    }
-
-    /// Ends the pause process and answers when its exit is recorded and its shared memory is
-    /// unmounted.
-    ///
-    /// # Errors
-    /// The failed step; the rest continues in the background.
-    pub async fn stop(&self, id: &str) -> Result<(), Error> {
-        self.sandbox(id)?.stop().await
-    }
-
-    /// Answers when the pause process has exited, before or after it did.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`], or [`Error::Quarantined`].
-    pub fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
-        match self.sandbox(id) {
-            Ok(sandbox) => Either::Left(sandbox.wait()),
-            Err(e) => Either::Right(ready(Err(e))),
-        }
-    }
-
-    /// What is published of the sandbox; restores its files. Waits up to 30 s after the recovery
-    /// while its record cannot be read.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`], or the failed step of the restoring.
-    pub async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
-        let readable = async {
-            loop {
-                let changed = self.sandboxes.changed.notified();
-                if !self.sandboxes.is_retried(id) {
-                    return;
-                }
-                changed.await;
-            }
-        };
-        // Boxed: it is rarely awaited.
-        if self.sandboxes.is_retried(id) {
-            let _ = Box::pin(tokio::time::timeout_at(self.unknown_deadline, readable)).await;
-        }
-        self.sandbox(id)?.status(verbose).await
-    }
-
-    /// Removes all that is left of the sandbox. Unknown id: removes files that a reboot has left,
-    /// and succeeds.
-    ///
-    /// # Errors
-    /// What could not be removed.
-    pub async fn shutdown(&self, id: &str) -> Result<(), Error> {
-        match self.sandbox(id) {
-            Err(Error::NotFound { .. }) => self.remove_files(self.check(id)?).await,
-            Err(e) => Err(e),
-            Ok(sandbox) => sandbox.shutdown().await,
-        }
-    }
-
     /// Removes the files of a sandbox that has no record: containerd keeps them while it has a
     /// container with the sandbox's id.
     ///
@@ -201,85 +96,6 @@ impl Controller {
             rpc: "shutdown",
             steps,
         })
-    }
-
-    /// Metrics of the pod's parent cgroup.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`], or the failed step.
-    pub async fn metrics(&self, id: &str) -> Result<Metric, Error> {
-        self.sandbox(id)?.metrics().await
-    }
-
-    /// Stores what `fields` name of `info`; without fields all of it.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`], [`Error::Invalid`] for a field that cannot be updated, or the failed
-    /// step.
-    pub async fn update(
-        &self,
-        id: &str,
-        info: SandboxInfo,
-        fields: Vec<String>,
-    ) -> Result<(), Error> {
-        self.sandbox(id)?.update(info, fields).await
-    }
-
-    /// At most `most` lines of the list of sandboxes, by id, of those behind `after`; and whether
-    /// there are more.
-    ///
-    /// # Errors
-    /// The failed step.
-    pub async fn list(
-        &self,
-        after: &str,
-        most: usize,
-        usage: bool,
-    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
-        let mut slots: Vec<(SandboxId, Slot)> = {
-            let slots = self.sandboxes.slots.lock();
-            let behind = slots.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
-            let behind = behind
-                .filter(|(_, slot)| !matches!(slot, Slot::Reserved))
-                .take(most.saturating_add(1));
-            behind.map(|(id, slot)| (id.clone(), slot.clone())).collect()
-        };
-        let more = slots.len() > most;
-        slots.truncate(most);
-        let lines = move || {
-            let line = |(id, slot): &(SandboxId, Slot)| match slot {
-                Slot::Live(sandbox) => Some(sandbox.summary(usage)),
-                Slot::Quarantined(why) => Some(SandboxSummary::quarantined(id, &why.reason)),
-                Slot::Reserved => None,
-            };
-            slots.iter().filter_map(line).collect()
-        };
-        let lines = pool::run(Class::Query, lines).await;
-        let failed =
-            |e: StepError| Error::Failed { id: String::new(), rpc: "list", steps: e.into() };
-        Ok((lines.map_err(failed)?, more))
-    }
-
-    /// All that is known of a sandbox, as a JSON object.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`].
-    pub async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
-        self.check(id)?;
-        let slot = self.sandboxes.slots.lock().get(id).cloned();
-        match slot {
-            Some(Slot::Live(sandbox)) => {
-                pool::run(Class::Query, move || sandbox.inspect()).await.map_err(|e| Error::Fault {
-                    id: id.to_owned(),
-                    rpc: "inspect",
-                    reason: e.to_string(),
-                })
-            }
-            Some(Slot::Quarantined(why)) => {
-                Ok(SandboxSummary::quarantined(id, &why.reason).to_json())
-            }
-            Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
-        }
     }
 
     /// Counters of what happens to the sandboxes.
@@ -338,6 +154,142 @@ impl Controller {
             Some(Slot::Live(sandbox)) => Ok(sandbox.clone()),
             Some(Slot::Quarantined(why)) => {
                 Err(Error::Quarantined { id: id.to_owned(), reason: why.reason.clone() })
+            }
+            Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
+        }
+    }
+}
+
+impl SandboxService for Controller {
+    async fn create(&self, request: CreateRequest) -> Result<(), Error> {
+        let id = self.check(&request.id)?;
+        {
+            let mut slots = self.sandboxes.slots.lock();
+            if slots.contains_key(id.as_str()) {
+                return Err(Error::AlreadyExists { id: id.to_string() });
+            }
+            slots.insert(id.clone(), Slot::Reserved);
+        }
+        let environment = self.environment.clone();
+        let reserved = Reserved { register: self.sandboxes.clone(), id: id.clone() };
+        // A task of its own: the reservation must end however the caller does.
+        let job = tokio::spawn(async move {
+            let register = reserved.register.clone();
+            let (free, id) = (register.clone(), reserved.id.clone());
+            let sandbox = Sandbox::create(environment, request, move |id| free.free(id)).await?;
+            let sandbox = Arc::new(sandbox);
+            register.slots.lock().insert(id, Slot::Live(sandbox.clone()));
+            drop(reserved);
+            Ok(sandbox)
+        });
+        let fault = |e: tokio::task::JoinError| {
+            Err(Error::Fault { id: id.to_string(), rpc: "create", reason: e.to_string() })
+        };
+        job.await.unwrap_or_else(fault)?.container_recorded().await;
+        Ok(())
+    }
+
+    async fn start(&self, id: &str) -> Result<StartResponse, Error> {
+        self.sandbox(id)?.start().await
+    }
+
+    async fn platform(&self, id: &str) -> Result<Platform, Error> {
+        self.sandbox(id)?.prepare();
+        Ok(Platform::node())
+    }
+
+    async fn stop(&self, id: &str) -> Result<(), Error> {
+        self.sandbox(id)?.stop().await
+    }
+
+    fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
+        match self.sandbox(id) {
+            Ok(sandbox) => Either::Left(sandbox.wait()),
+            Err(e) => Either::Right(ready(Err(e))),
+        }
+    }
+
+    async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
+        let readable = async {
+            loop {
+                let changed = self.sandboxes.changed.notified();
+                if !self.sandboxes.is_retried(id) {
+                    return;
+                }
+                changed.await;
+            }
+        };
+        // Boxed: it is rarely awaited.
+        if self.sandboxes.is_retried(id) {
+            let _ = Box::pin(tokio::time::timeout_at(self.unknown_deadline, readable)).await;
+        }
+        self.sandbox(id)?.status(verbose).await
+    }
+
+    async fn shutdown(&self, id: &str) -> Result<(), Error> {
+        match self.sandbox(id) {
+            Err(Error::NotFound { .. }) => self.remove_files(self.check(id)?).await,
+            Err(e) => Err(e),
+            Ok(sandbox) => sandbox.shutdown().await,
+        }
+    }
+
+    async fn metrics(&self, id: &str) -> Result<Metric, Error> {
+        self.sandbox(id)?.metrics().await
+    }
+
+    async fn update(
+        &self,
+        id: &str,
+        info: SandboxInfo,
+        fields: Vec<String>,
+    ) -> Result<(), Error> {
+        self.sandbox(id)?.update(info, fields).await
+    }
+
+    async fn list(
+        &self,
+        after: &str,
+        most: usize,
+        usage: bool,
+    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
+        let mut slots: Vec<(SandboxId, Slot)> = {
+            let slots = self.sandboxes.slots.lock();
+            let behind = slots.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
+            let behind = behind
+                .filter(|(_, slot)| !matches!(slot, Slot::Reserved))
+                .take(most.saturating_add(1));
+            behind.map(|(id, slot)| (id.clone(), slot.clone())).collect()
+        };
+        let more = slots.len() > most;
+        slots.truncate(most);
+        let lines = move || {
+            let line = |(id, slot): &(SandboxId, Slot)| match slot {
+                Slot::Live(sandbox) => Some(sandbox.summary(usage)),
+                Slot::Quarantined(why) => Some(SandboxSummary::quarantined(id, &why.reason)),
+                Slot::Reserved => None,
+            };
+            slots.iter().filter_map(line).collect()
+        };
+        let lines = pool::run(Class::Query, lines).await;
+        let failed =
+            |e: StepError| Error::Failed { id: String::new(), rpc: "list", steps: e.into() };
+        Ok((lines.map_err(failed)?, more))
+    }
+
+    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
+        self.check(id)?;
+        let slot = self.sandboxes.slots.lock().get(id).cloned();
+        match slot {
+            Some(Slot::Live(sandbox)) => {
+                pool::run(Class::Query, move || sandbox.inspect()).await.map_err(|e| Error::Fault {
+                    id: id.to_owned(),
+                    rpc: "inspect",
+                    reason: e.to_string(),
+                })
+            }
+            Some(Slot::Quarantined(why)) => {
+                Ok(SandboxSummary::quarantined(id, &why.reason).to_json())
             }
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }

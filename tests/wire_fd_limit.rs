@@ -9,12 +9,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
+use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, StartResponse,
+    StatusReport,
 };
 use pause_sandboxer::protos::controller::ControllerPlatformRequest;
 use pause_sandboxer::protos::controller_ttrpc::ControllerClient;
-use pause_sandboxer::wire::{self, SandboxService};
+use pause_sandboxer::wire;
 use tokio::sync::watch;
 use ttrpc::r#async::Client;
 
@@ -38,8 +40,8 @@ impl SandboxService for Node {
     async fn stop(&self, id: &str) -> Result<(), Error> {
         unknown(id)
     }
-    async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
-        unknown(&id)
+    fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
+        std::future::ready(unknown(id))
     }
     async fn status(&self, id: &str, _: bool) -> Result<StatusReport, Error> {
         unknown(id)
@@ -51,6 +53,12 @@ impl SandboxService for Node {
         unknown(id)
     }
     async fn update(&self, id: &str, _: SandboxInfo, _: Vec<String>) -> Result<(), Error> {
+        unknown(id)
+    }
+    async fn list(&self, _: &str, _: usize, _: bool) -> Result<(Vec<SandboxSummary>, bool), Error> {
+        Ok((Vec::new(), false))
+    }
+    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
         unknown(id)
     }
 }

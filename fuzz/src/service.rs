@@ -1,22 +1,21 @@
-//! A controller of sandboxes that never were: it keeps what it is asked, and the id chooses what it
-//! answers.
+//! A controller without sandboxes: it keeps the last request, and its answer depends on the id.
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::podsandbox::{
     CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary,
     StartResponse, StatusReport,
 };
-use pause_sandboxer::wire::SandboxService;
 
 /// How long the Wait of an id that begins with `w` is pending.
 const WAIT: Duration = Duration::from_secs(60);
 
-/// What was asked last.
+/// The last request.
 #[derive(Debug, Default)]
 pub struct Asked {
     pub calls: usize,
@@ -29,7 +28,7 @@ pub struct Asked {
 pub struct Fake(Mutex<Asked>);
 
 impl Fake {
-    /// What was asked since this was last taken.
+    /// The last request since this was last taken.
     pub fn take(&self) -> Asked {
         std::mem::take(&mut *self.0.lock().expect("no panic"))
     }
@@ -92,12 +91,15 @@ impl SandboxService for Fake {
         self.asked(id)
     }
 
-    async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
-        self.asked(&id)?;
-        if id.starts_with('w') {
-            tokio::time::sleep(WAIT).await;
+    fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
+        let (asked, is_pending) = (self.asked(id), id.starts_with('w'));
+        async move {
+            asked?;
+            if is_pending {
+                tokio::time::sleep(WAIT).await;
+            }
+            Ok(Exit { status: 137, at: time() })
         }
-        Ok(Exit { status: 137, at: time() })
     }
 
     async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {

@@ -11,8 +11,8 @@ use crate::podsandbox::{
     CreateRequest, Exit, Metric, Payload, Platform, SandboxInfo, StartResponse, StatusReport,
 };
 use crate::protos::controller::{
-    ControllerCreateRequest, ControllerStartResponse, ControllerStatusResponse,
-    ControllerWaitResponse,
+    ControllerCreateRequest, ControllerMetricsResponse, ControllerPlatformResponse,
+    ControllerStartResponse, ControllerStatusResponse, ControllerWaitResponse,
 };
 use crate::protos::types;
 
@@ -102,23 +102,25 @@ pub(super) fn exit(exit: Exit) -> ControllerWaitResponse {
     }
 }
 
-pub(super) fn platform(platform: Platform) -> types::Platform {
-    types::Platform {
+pub(super) fn platform(platform: Platform) -> ControllerPlatformResponse {
+    let platform = types::Platform {
         os: platform.os.to_owned(),
         architecture: platform.architecture.to_owned(),
         variant: platform.variant.to_owned(),
         ..Default::default()
-    }
+    };
+    ControllerPlatformResponse { platform: MessageField::some(platform), ..Default::default() }
 }
 
 /// containerd names a metric by the id it belongs to.
-pub(super) fn metric(id: String, metric: Metric) -> types::Metric {
-    types::Metric {
+pub(super) fn metric(id: String, metric: Metric) -> ControllerMetricsResponse {
+    let metric = types::Metric {
         timestamp: MessageField::some(timestamp(metric.timestamp)),
         id,
         data: MessageField::some(any(metric.data)),
         ..Default::default()
-    }
+    };
+    ControllerMetricsResponse { metrics: MessageField::some(metric), ..Default::default() }
 }
 
 #[cfg(test)]

@@ -4,18 +4,18 @@
 use std::future::ready;
 use std::sync::Arc;
 
+use bytes::Bytes;
+use containerd_api::framing::MAX_MESSAGE;
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 
-use super::connections::Connections;
 use super::handler::{Call, Handler};
 use super::namespace::NamespaceFilter;
-use super::response::MAX_MESSAGE;
-use super::service::SandboxService;
 use super::status::Status;
 use super::{grpc, ttrpc};
+use crate::controller::SandboxService;
 
-/// The one namespace whose calls are answered.
+/// The only namespace whose calls are answered.
 pub const NAMESPACE: &str = "k8s.io";
 
 /// Serves one gRPC connection until it ends.
@@ -27,9 +27,7 @@ pub async fn serve_grpc<V: SandboxService>(
     stream: UnixStream,
 ) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
-    grpc::serve(stream, handler(sandboxes, stop), Arc::new(Connections::default()).connection())
-        .await
-        .map_err(|e| e.to_string())
+    grpc::serve(stream, handler(sandboxes, stop)).await.map_err(|e| e.to_string())
 }
 
 /// Serves one ttrpc connection until it ends.
@@ -41,9 +39,7 @@ pub async fn serve_ttrpc<V: SandboxService>(
     stream: UnixStream,
 ) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
-    ttrpc::serve(stream, handler(sandboxes, stop), Arc::new(Connections::default()).connection())
-        .await
-        .map_err(|e| e.to_string())
+    ttrpc::serve(stream, handler(sandboxes, stop)).await.map_err(|e| e.to_string())
 }
 
 /// Answers one call of `path`, which is service and method with a slash between them.
@@ -64,6 +60,7 @@ pub async fn handle_call<V: SandboxService>(
         max_answer: MAX_MESSAGE,
         serves_operators: true,
     };
+    let message = Bytes::copy_from_slice(message);
     handler(sandboxes, stop).handle_call(&call, Box::pin(ready(Ok(message)))).await
 }
 

@@ -1,22 +1,21 @@
 //! The one handler behind both protocols: decode, call the method, encode.
 
-use std::future::{Future, ready};
+use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::{self, Context, Poll, Waker};
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use protobuf::MessageField;
 use tokio::sync::watch;
 
 use super::namespace::NamespaceFilter;
-use super::request_budget::RequestBudget;
 use super::response::{Answer, code_of, decode, encode, fits, not_served, panicked};
-use super::service::SandboxService;
 use super::status::{self, Code, Status};
 use super::{convert, inspect};
+use crate::controller::SandboxService;
 use crate::log_context::{self, TraceId};
 use crate::podsandbox::Error;
 use crate::protos::controller as c;
@@ -28,30 +27,30 @@ const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
 const CONTROLLER_METHODS: &[&str] =
     &["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"];
 
-/// How long calls other than Wait may still take when the daemon stops; less than the server
-/// takes to end. containerd keeps the state of a sandbox unknown until its next start if it gets an
+/// How long calls other than Wait may still take when the daemon stops; less than the server's own
+/// time to end. containerd keeps the state of a sandbox unknown until its next start if it gets an
 /// error from a Status while it recovers (`internal/cri/server/restart.go`).
 const GRACE: Duration = Duration::from_secs(1);
 
-/// A call as its transport understood it.
+/// A call as its transport decoded it.
 #[derive(Debug)]
 pub(super) struct Call {
     /// Service and method, with a slash between them.
     pub(super) path: Box<str>,
-    /// The time that its caller gives it.
+    /// The caller's deadline.
     pub(super) deadline: Result<Option<Duration>, Status>,
-    /// The trace that it belongs to, if its caller says so.
+    /// The trace of the call, if the caller sends one.
     pub(super) trace: Option<TraceId>,
-    /// containerd's namespace that it is of, if its caller says so.
+    /// containerd's namespace of the call, if the caller sends one.
     pub(super) namespace: Option<Box<str>>,
     /// Maximum size of an answer that the caller accepts, bytes.
     pub(super) max_answer: usize,
-    /// It came over the ttrpc socket, which also serves operator queries.
+    /// Whether the call came over the ttrpc socket, which also serves operator queries.
     pub(super) serves_operators: bool,
 }
 
 impl Call {
-    /// Service and method; both empty where the path is none.
+    /// Service and method; both empty if the path is malformed.
     fn target(&self) -> (&str, &str) {
         self.path.split_once('/').unwrap_or_default()
     }
@@ -60,13 +59,13 @@ impl Call {
         self.target() == (CONTROLLER, "Wait")
     }
 
-    /// It is a Wait without a deadline, which may last as long as its pod.
+    /// Whether the call is a Wait without a deadline, which may last as long as its pod.
     fn is_unbounded_wait(&self) -> bool {
         self.is_wait() && matches!(self.deadline, Ok(None))
     }
 
-    /// The method's name in metrics: one of those that are served, or `other`, so that callers
-    /// cannot cause unbounded label values.
+    /// The method's name in metrics: a served method or `other`, so that callers cannot cause
+    /// unbounded label values.
     fn metric_name(&self) -> &'static str {
         let (service, method) = self.target();
         let served = match service {
@@ -86,8 +85,8 @@ pub(super) enum Dispatched {
     WaitPending(Wait),
 }
 
-/// A Wait that is pending: one for every pod, for as long as it lives. What only the beginning of a
-/// call needs is not in it.
+/// A pending Wait. Each pod has one for its whole life, so it keeps nothing that only the begin of
+/// the call needs.
 pub(super) struct Wait {
     exit: BoxFuture<'static, Answer>,
     running: CallInProgress,
@@ -102,7 +101,6 @@ pub(super) struct Handler<V> {
     stop: watch::Receiver<bool>,
     telemetry: Arc<Telemetry>,
     namespace: Arc<NamespaceFilter>,
-    request_budget: RequestBudget,
 }
 
 impl<V> Clone for Handler<V> {
@@ -112,13 +110,12 @@ impl<V> Clone for Handler<V> {
             stop: self.stop.clone(),
             telemetry: Arc::clone(&self.telemetry),
             namespace: Arc::clone(&self.namespace),
-            request_budget: self.request_budget.clone(),
         }
     }
 }
 
 impl<V: SandboxService> Handler<V> {
-    /// A handler whose calls all end once `stop` says true or its sender is gone: Waits at once,
+    /// A handler whose calls all end once `stop` is true or its sender is dropped: Waits at once,
     /// the others within a second.
     pub(super) fn new(
         sandboxes: PendingService<V>,
@@ -126,23 +123,12 @@ impl<V: SandboxService> Handler<V> {
         telemetry: Arc<Telemetry>,
         namespace: Arc<NamespaceFilter>,
     ) -> Self {
-        Self { sandboxes, stop, telemetry, namespace, request_budget: RequestBudget::default() }
+        Self { sandboxes, stop, telemetry, namespace }
     }
 
-    /// A handler for another socket with its own request budget, so that slow requests of one
-    /// socket do not delay those of the other.
-    pub(super) fn with_own_budget(&self) -> Self {
-        Self { request_budget: RequestBudget::default(), ..self.clone() }
-    }
-
-    /// The budget for the requests of all connections of a socket.
-    pub(super) fn request_budget(&self) -> &RequestBudget {
-        &self.request_budget
-    }
-
-    /// Ends when the daemon stops.
+    /// Returns when the daemon stops.
     pub(super) async fn stopping(&self) {
-        // A sender that is gone can never say true: then no caller is left.
+        // Without a sender, `stop` can never become true: the daemon has ended.
         let _ = self.stop.clone().wait_for(|stop| *stop).await;
     }
 
@@ -154,58 +140,54 @@ impl<V: SandboxService> Handler<V> {
         self.sandboxes.borrow().clone()
     }
 
-    /// The service, as soon as recovery is done. Nothing of a call is read before, except
-    /// for what arrived with it.
+    /// The service, as soon as recovery is done. Until then only the data that arrived with a call
+    /// is read.
     async fn sandboxes(&self) -> Result<Arc<V>, Status> {
         if let Some(known) = self.known() {
             return Ok(known);
         }
-        // A sender that is gone has found none, and the daemon ends.
+        // Without a sender the recovery has failed, and the daemon ends.
         let _ = self.sandboxes.clone().wait_for(Option::is_some).await;
-        self.known().ok_or_else(Status::stopping)
+        self.known().ok_or_else(status::stopping)
     }
 
-    /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon
-    /// stops.
+    /// Answers one call, also if its handler panics, its deadline passes or the daemon stops.
     ///
-    /// `request` reads the request's bytes, so that a caller who never sends the rest of them is
-    /// bounded as well.
-    pub(super) fn handle_call<'a, B: AsRef<[u8]> + Send + 'a>(
+    /// `request` reads the request's bytes, so that the bounds also apply to a caller that never
+    /// sends the rest of them.
+    pub(super) fn handle_call<'a>(
         &'a self,
-        of: &'a Call,
-        request: BoxFuture<'a, Result<B, Status>>,
+        call: &'a Call,
+        request: BoxFuture<'a, Result<Bytes, Status>>,
     ) -> BoxFuture<'a, Answer> {
-        Box::pin(log_context::within(of.trace, async move {
-            let mut running = self.telemetry.call(of.metric_name());
+        Box::pin(log_context::within(call.trace, async move {
+            let mut running = self.telemetry.call(call.metric_name());
             let work = async {
                 let sandboxes = self.sandboxes().await?;
-                fits(
-                    of.target().1,
-                    self.dispatch(&sandboxes, of, request.await?).await,
-                    of.max_answer,
-                )
+                let answer = self.dispatch(&sandboxes, call, &request.await?).await;
+                fits(call.target().1, answer, call.max_answer)
             };
-            let answer = self.bounded(of, work).await;
+            let answer = self.bounded(call, work).await;
             running.ended(code_of(&answer));
             answer
         }))
     }
 
-    /// Answers one call as [`Self::handle_call`] does, but a Wait that may last is given back as
+    /// Answers one call as [`Self::handle_call`] does, but returns a Wait that has no deadline as
     /// soon as it is pending, for [`Self::poll`] and [`Self::stopped`].
-    pub(super) fn begin<'a, B: AsRef<[u8]> + Send + 'a>(
+    pub(super) fn begin<'a>(
         &'a self,
-        of: &'a Call,
-        request: BoxFuture<'a, Result<B, Status>>,
+        call: &'a Call,
+        request: BoxFuture<'a, Result<Bytes, Status>>,
     ) -> BoxFuture<'a, Dispatched> {
-        if !of.is_unbounded_wait() {
-            return Box::pin(self.handle_call(of, request).map(Dispatched::Answered));
+        if !call.is_unbounded_wait() {
+            return Box::pin(self.handle_call(call, request).map(Dispatched::Answered));
         }
-        Box::pin(log_context::within(of.trace, async move {
-            let mut running = self.telemetry.call(of.metric_name());
-            let begun = self.bounded(of, async {
+        Box::pin(log_context::within(call.trace, async move {
+            let mut running = self.telemetry.call(call.metric_name());
+            let begun = self.bounded(call, async {
                 let sandboxes = self.sandboxes().await?;
-                let mut exit = exit(sandboxes, request.await?.as_ref())?;
+                let mut exit = exit(&*sandboxes, &request.await?)?;
                 Ok((exit.as_mut().now_or_never(), exit))
             });
             let answer = match begun.await {
@@ -218,7 +200,7 @@ impl<V: SandboxService> Handler<V> {
         }))
     }
 
-    /// Looks whether a Wait has its answer.
+    /// Polls a pending Wait.
     pub(super) fn poll(&self, wait: &mut Wait, cx: &mut Context<'_>) -> Poll<Answer> {
         let polled = catch_unwind(AssertUnwindSafe(|| wait.exit.poll_unpin(cx)));
         let answer = task::ready!(
@@ -236,153 +218,120 @@ impl<V: SandboxService> Handler<V> {
             Poll::Ready(answer) => answer,
             Poll::Pending => {
                 wait.running.ended(status::name(Code::UNAVAILABLE));
-                Err(Status::stopping())
+                Err(status::stopping())
             }
         }
     }
 
-    /// Does what a call asks for, whatever happens to it.
+    /// Runs the work of a call within its bounds: the call's namespace and deadline, a panic of the
+    /// work, the daemon's stop.
     async fn bounded<T>(
         &self,
-        of: &Call,
+        call: &Call,
         work: impl Future<Output = Result<T, Status>>,
     ) -> Result<T, Status> {
-        if of.is_wait() && self.is_stopping() {
-            return Err(Status::stopping());
+        if call.is_wait() && self.is_stopping() {
+            return Err(status::stopping());
         }
-        if of.target().0 != inspect::SERVICE {
-            self.namespace.admits(of.namespace.as_deref(), of.is_wait())?;
+        if call.target().0 != inspect::SERVICE {
+            self.namespace.admits(call.namespace.as_deref(), call.is_wait())?;
         }
-        let deadline = of.deadline.clone()?;
-        let method = of.target().1;
+        let deadline = call.deadline.clone()?;
+        let method = call.target().1;
         let result = tokio::select! {
             biased;
             result = AssertUnwindSafe(work).catch_unwind() => {
                 result.unwrap_or_else(|panic| Err(panicked(method, &*panic)))
             }
-            () = self.given_up(of) => Err(Status::stopping()),
+            () = self.given_up(call) => Err(status::stopping()),
             () = expired(deadline) => {
                 let message = format!("{method}: the caller's deadline passed");
                 Err(Status::new(Code::DEADLINE_EXCEEDED, message))
             }
         };
-        if of.is_wait() { self.unless_stopping(result) } else { result }
+        if call.is_wait() { self.unless_stopping(result) } else { result }
     }
 
-    /// Ends when the daemon stops and has no more time for this call.
-    async fn given_up(&self, of: &Call) {
+    /// Returns when the daemon stops and has no more time for this call.
+    async fn given_up(&self, call: &Call) {
         self.stopping().await;
         // Before the recovery is done no call is answered.
-        if !of.is_wait() && self.known().is_some() {
+        if !call.is_wait() && self.known().is_some() {
             tokio::time::sleep(GRACE).await;
         }
     }
 
-    /// What a Wait fails with while the daemon stops says nothing of the sandbox, and would be
-    /// mistaken for its exit.
+    /// Replaces the failure of a Wait while the daemon stops: it says nothing about the sandbox, and
+    /// containerd would take it for the exit.
     fn unless_stopping<T>(&self, result: Result<T, Status>) -> Result<T, Status> {
         match result {
-            Err(_) if self.is_stopping() => Err(Status::stopping()),
+            Err(_) if self.is_stopping() => Err(status::stopping()),
             result => result,
         }
     }
 
-    fn dispatch<'a, B: AsRef<[u8]> + Send + 'a>(
-        &'a self,
-        sandboxes: &'a Arc<V>,
-        of: &'a Call,
-        bytes: B,
-    ) -> BoxFuture<'a, Answer> {
-        let (service, method) = of.target();
-        match (service, method) {
-            (CONTROLLER, "Wait") => match exit(Arc::clone(sandboxes), bytes.as_ref()) {
-                Ok(exit) => exit,
-                Err(status) => Box::pin(ready(Err(status))),
-            },
-            (CONTROLLER, _) => {
-                Box::pin(async move { self.controller(sandboxes, method, bytes.as_ref()).await })
+    async fn dispatch(&self, sandboxes: &Arc<V>, call: &Call, message: &[u8]) -> Answer {
+        match call.target() {
+            (CONTROLLER, "Wait") => exit(&**sandboxes, message)?.await,
+            (CONTROLLER, method) => controller(&**sandboxes, method, message).await,
+            (inspect::SERVICE, method) if call.serves_operators => {
+                inspect::handle_call(&**sandboxes, method, message).await
             }
-            (inspect::SERVICE, _) if of.serves_operators => {
-                Box::pin(
-                    async move { inspect::handle_call(&**sandboxes, method, bytes.as_ref()).await },
-                )
-            }
-            _ => Box::pin(ready(Err(not_served(service, method)))),
-        }
-    }
-
-    async fn controller(&self, sandboxes: &V, method: &str, bytes: &[u8]) -> Answer {
-        match method {
-            "Create" => {
-                let request = decode::<c::ControllerCreateRequest>(bytes)?;
-                let answer = c::ControllerCreateResponse {
-                    sandbox_id: request.sandbox_id.clone(),
-                    ..Default::default()
-                };
-                encode(method, sandboxes.create(convert::create(request)).await.map(|()| answer))
-            }
-            "Start" => {
-                let id = decode::<c::ControllerStartRequest>(bytes)?.sandbox_id;
-                encode(
-                    method,
-                    sandboxes.start(&id).await.map(|started| convert::started(id, started)),
-                )
-            }
-            "Platform" => {
-                let id = decode::<c::ControllerPlatformRequest>(bytes)?.sandbox_id;
-                encode(
-                    method,
-                    sandboxes.platform(&id).await.map(|platform| c::ControllerPlatformResponse {
-                        platform: MessageField::some(convert::platform(platform)),
-                        ..Default::default()
-                    }),
-                )
-            }
-            "Stop" => {
-                // timeout_secs is for sandboxes that are asked to end; a pause process is killed.
-                let id = decode::<c::ControllerStopRequest>(bytes)?.sandbox_id;
-                encode(
-                    method,
-                    sandboxes.stop(&id).await.map(|()| c::ControllerStopResponse::default()),
-                )
-            }
-            "Status" => {
-                let c::ControllerStatusRequest { sandbox_id: id, verbose, .. } = decode(bytes)?;
-                encode(
-                    method,
-                    sandboxes.status(&id, verbose).await.map(|report| convert::status(id, report)),
-                )
-            }
-            "Shutdown" => {
-                let id = decode::<c::ControllerShutdownRequest>(bytes)?.sandbox_id;
-                encode(
-                    method,
-                    sandboxes
-                        .shutdown(&id)
-                        .await
-                        .map(|()| c::ControllerShutdownResponse::default()),
-                )
-            }
-            "Metrics" => {
-                let id = decode::<c::ControllerMetricsRequest>(bytes)?.sandbox_id;
-                encode(
-                    method,
-                    sandboxes.metrics(&id).await.map(|metric| c::ControllerMetricsResponse {
-                        metrics: MessageField::some(convert::metric(id, metric)),
-                        ..Default::default()
-                    }),
-                )
-            }
-            "Update" => {
-                let result = update(sandboxes, decode(bytes)?).await;
-                encode(method, result.map(|()| c::ControllerUpdateResponse::default()))
-            }
-            _ => Err(not_served(CONTROLLER, method)),
+            (service, method) => Err(not_served(service, method)),
         }
     }
 }
 
-/// Updates a sandbox. A missing one, taken as empty, would wipe what the fields name.
+/// Answers a call of `sandbox.Controller` other than Wait.
+async fn controller<V: SandboxService>(sandboxes: &V, method: &str, message: &[u8]) -> Answer {
+    match method {
+        "Create" => {
+            let request = decode::<c::ControllerCreateRequest>(message)?;
+            let answer = c::ControllerCreateResponse {
+                sandbox_id: request.sandbox_id.clone(),
+                ..Default::default()
+            };
+            encode(method, sandboxes.create(convert::create(request)).await.map(|()| answer))
+        }
+        "Start" => {
+            let id = decode::<c::ControllerStartRequest>(message)?.sandbox_id;
+            let started = sandboxes.start(&id).await;
+            encode(method, started.map(|started| convert::started(id, started)))
+        }
+        "Platform" => {
+            let id = decode::<c::ControllerPlatformRequest>(message)?.sandbox_id;
+            encode(method, sandboxes.platform(&id).await.map(convert::platform))
+        }
+        "Stop" => {
+            // timeout_secs is for sandboxes that are asked to end; a pause process is killed.
+            let id = decode::<c::ControllerStopRequest>(message)?.sandbox_id;
+            let stopped = sandboxes.stop(&id).await;
+            encode(method, stopped.map(|()| c::ControllerStopResponse::default()))
+        }
+        "Status" => {
+            let c::ControllerStatusRequest { sandbox_id: id, verbose, .. } = decode(message)?;
+            let report = sandboxes.status(&id, verbose).await;
+            encode(method, report.map(|report| convert::status(id, report)))
+        }
+        "Shutdown" => {
+            let id = decode::<c::ControllerShutdownRequest>(message)?.sandbox_id;
+            let removed = sandboxes.shutdown(&id).await;
+            encode(method, removed.map(|()| c::ControllerShutdownResponse::default()))
+        }
+        "Metrics" => {
+            let id = decode::<c::ControllerMetricsRequest>(message)?.sandbox_id;
+            let metric = sandboxes.metrics(&id).await;
+            encode(method, metric.map(|metric| convert::metric(id, metric)))
+        }
+        "Update" => {
+            let updated = update(sandboxes, decode(message)?).await;
+            encode(method, updated.map(|()| c::ControllerUpdateResponse::default()))
+        }
+        _ => Err(not_served(CONTROLLER, method)),
+    }
+}
+
+/// Updates a sandbox. A missing `sandbox`, taken as empty, would remove all that the fields name.
 async fn update<V: SandboxService>(
     sandboxes: &V,
     request: c::ControllerUpdateRequest,
@@ -394,12 +343,13 @@ async fn update<V: SandboxService>(
     }
 }
 
-/// The answer to a Wait; nothing of its request is kept until then.
+/// The answer to a Wait; the future keeps nothing of the request.
 fn exit<V: SandboxService>(
-    sandboxes: Arc<V>,
-    bytes: &[u8],
+    sandboxes: &V,
+    message: &[u8],
 ) -> Result<BoxFuture<'static, Answer>, Status> {
-    let exit = sandboxes.wait(decode::<c::ControllerWaitRequest>(bytes)?.sandbox_id);
+    let id = decode::<c::ControllerWaitRequest>(message)?.sandbox_id;
+    let exit = sandboxes.wait(&id);
     Ok(Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit)))))
 }
 

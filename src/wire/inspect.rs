@@ -1,10 +1,10 @@
-//! Queries of operators: the service of `protos/inspect.proto`, on the ttrpc socket alone.
+//! Operator queries: the service of `protos/inspect.proto`, on the ttrpc socket only.
 
 use protobuf::MessageField;
 
 use super::convert;
 use super::response::{Answer, decode, encode, not_served};
-use super::service::SandboxService;
+use crate::controller::SandboxService;
 use crate::podsandbox::{SandboxSummary, Usage};
 use crate::protos::inspect as i;
 
@@ -13,7 +13,8 @@ pub(super) const SERVICE: &str = "pause_sandboxer.v1.Inspect";
 /// Its methods.
 pub(super) const METHODS: &[&str] = &["List", "Inspect"];
 
-/// Sandboxes in one answer: some hundred bytes each, far below the largest message.
+/// Maximum number of sandboxes in one answer: some hundred bytes each, far below the maximum size
+/// of a message.
 const PAGE: usize = 1000;
 
 /// Answers one of [`METHODS`].

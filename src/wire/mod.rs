@@ -4,10 +4,11 @@
 //! operators (`inspect.rs`). What may be asked and how it is answered is in `handler.rs`, how
 //! errors become codes in `status.rs`; neither transport adds to it.
 //!
-//! No caller and no RPC can harm another: messages, headers, connections and calls are bounded, a
-//! panic is an answer, and a listener that cannot accept waits and continues. On shutdown the
-//! daemon ends every Wait with UNAVAILABLE and nothing else, because containerd takes any other end
-//! of a Wait for the exit of its sandbox. Other calls have a second to complete.
+//! Only root connects, so no number of connections or of requests in memory is enforced. Messages
+//! and headers are bounded, a panic is an answer, and a listener that cannot accept a connection
+//! retries. On shutdown the daemon ends every Wait with UNAVAILABLE and nothing else, because
+//! containerd takes any other end of a Wait for the exit of its sandbox. Other calls have a second
+//! to complete.
 
 use std::fmt::Display;
 use std::future::Future;
@@ -19,10 +20,10 @@ use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use crate::controller::SandboxService;
 use crate::error::StepError;
 use crate::telemetry::Telemetry;
 
-mod connections;
 mod convert;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
@@ -32,26 +33,17 @@ mod handler;
 mod inspect;
 mod listener;
 mod namespace;
-mod request_budget;
 mod response;
-mod service;
 mod status;
 mod ttrpc;
 
 pub use listener::bind;
-pub use service::SandboxService;
 pub use status::{Code, Status, code};
 
-use connections::{Connection, Connections};
 use handler::Handler;
 use listener::Listener;
 use namespace::NamespaceFilter;
 
-/// Calls that may be pending on one connection: a Wait for every pod of a node, and a reserve.
-const MAX_CALLS: usize = 16 << 10;
-/// Connections that a socket serves at a time. For one more an idle one is ended; where none is
-/// idle, it waits.
-const MAX_CONNECTIONS: usize = 256;
 /// How long connections may take to end after a stop: calls in progress (at most 1 s) and answers.
 const DRAIN: Duration = Duration::from_secs(2);
 /// The user who may call.
@@ -108,14 +100,11 @@ impl<V: SandboxService> Server<V> {
     /// Outside a tokio runtime with I/O and time.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), StepError> {
         let handler = Handler::new(self.sandboxes, stop, self.telemetry, self.namespace);
-        let ttrpc_handler = handler.with_own_budget();
         let grpc = Listener::new(self.grpc, ROOT)?;
         let ttrpc = Listener::new(self.ttrpc, ROOT)?;
         tokio::join!(
-            serve("gRPC", grpc, &handler, |stream, of| grpc::serve(stream, handler.clone(), of)),
-            serve("ttrpc", ttrpc, &ttrpc_handler, |stream, of| {
-                ttrpc::serve(stream, ttrpc_handler.clone(), of)
-            }),
+            serve("gRPC", grpc, &handler, |stream| grpc::serve(stream, handler.clone())),
+            serve("ttrpc", ttrpc, &handler, |stream| ttrpc::serve(stream, handler.clone())),
         );
         Ok(())
     }
@@ -126,42 +115,26 @@ async fn serve<V, E, F>(
     name: &str,
     mut acceptor: Listener,
     handler: &Handler<V>,
-    connection: impl Fn(UnixStream, Arc<Connection>) -> F,
+    connection: impl Fn(UnixStream) -> F,
 ) where
     V: SandboxService,
     E: Display + Send + 'static,
     F: Future<Output = Result<(), E>> + Send + 'static,
 {
     let mut tasks = JoinSet::new();
-    let connections = Arc::new(Connections::default());
-    // The next connection, where there are too many.
-    let mut next = None;
     let stopping = handler.stopping();
     tokio::pin!(stopping);
     loop {
         tokio::select! {
             biased;
             () = &mut stopping => break,
-            Some(ended) = tasks.join_next() => {
-                match ended {
-                    Ok(Ok(())) => {}
-                    Ok(Err(e)) => log::debug!("{name} connection ended: {e}"),
-                    Err(e) => log::error!("task of a {name} connection failed: {e}"),
-                }
-                if let Some(stream) = next.take() {
-                    tasks.spawn(connection(stream, connections.connection()));
-                }
-            }
-            stream = acceptor.next(), if next.is_none() => {
-                if tasks.len() < MAX_CONNECTIONS {
-                    tasks.spawn(connection(stream, connections.connection()));
-                } else {
-                    next = Some(stream);
-                    connections.evict();
-                }
-            }
-            () = connections.idle(), if next.is_some() => {
-                connections.evict();
+            Some(ended) = tasks.join_next() => match ended {
+                Ok(Ok(())) => {}
+                Ok(Err(e)) => log::debug!("{name} connection ended: {e}"),
+                Err(e) => log::error!("task of a {name} connection failed: {e}"),
+            },
+            stream = acceptor.next() => {
+                tasks.spawn(connection(stream));
             }
         }
     }

@@ -1,33 +1,31 @@
-//! containerd's namespaces: one containerd may keep sandboxes of several, and ids are unique in
-//! each alone.
+//! containerd's namespaces: one containerd may have sandboxes in several, and an id is unique only
+//! within one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::status::{Code, Status};
 
-/// The key of a call's namespace in the metadata of gRPC.
-pub(super) const GRPC_KEY: &str = "containerd-namespace";
-/// The key in the metadata of ttrpc.
+/// The key of a call's namespace in the metadata of ttrpc.
 pub(super) const TTRPC_KEY: &str = "containerd-namespace-ttrpc";
 
 /// The namespace whose calls are served.
 #[derive(Debug, Default)]
 pub(super) struct NamespaceFilter {
-    /// Its name; `None` where all are served.
+    /// Its name; `None` if all are served.
     own: Option<Box<str>>,
-    /// A call of another one has been logged.
+    /// Whether a call of another namespace has been logged.
     warned: AtomicBool,
 }
 
 impl NamespaceFilter {
-    /// Serves the calls of this namespace alone.
+    /// Serves the calls of this namespace only.
     pub(super) fn only(own: &str) -> Self {
         Self { own: Some(own.into()), warned: AtomicBool::default() }
     }
 
     /// Refuses a call of another namespace. CRI sets the namespace of each of its calls and
-    /// containerd passes on what its callers set, so a call with none (or an empty one, which means
-    /// the same there) is of another client of this daemon, and is served.
+    /// containerd passes on what its callers set, so a call without one (or with an empty one, which
+    /// means the same there) comes from another client of this daemon, and is served.
     ///
     /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox, and the
     /// setting may be wrong while pods live.

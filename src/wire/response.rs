@@ -1,19 +1,18 @@
-//! The answer to a call: its bytes or why there are none, the same for both protocols.
+//! The answer to a call, its bytes or why there are none: the same for both protocols.
 
 use std::any::Any;
 
+use containerd_api::framing::MAX_MESSAGE;
 use protobuf::Message;
 
 use super::status::{self, Code, Status};
 use crate::podsandbox::Error;
 
-/// The largest message that is read, bytes: what containerd itself reads and sends.
-pub(super) const MAX_MESSAGE: usize = 16 << 20;
-
-/// The largest answer over gRPC, bytes: one that containerd reads.
+/// Maximum size of an answer over gRPC, bytes: containerd reads it.
 pub(super) const GRPC_ANSWER: usize = MAX_MESSAGE - (64 << 10);
 
-/// The largest answer over ttrpc, bytes: the protocol's clients read 4 MiB, its wrapping included.
+/// Maximum size of an answer over ttrpc, bytes: the protocol's clients read 4 MiB, including its
+/// wrapping.
 pub(super) const TTRPC_ANSWER: usize = (4 << 20) - (64 << 10);
 
 /// A call's answer as bytes.
@@ -35,9 +34,9 @@ pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answ
             Status::new(Code::INTERNAL, format!("encode the response of {method}: {e}"))
         }),
         Err(error) => {
-            let status = Status::of_call(method, &error);
-            // A caller's mistake is the caller's to report; what this node could not do is ours.
-            // Metrics are asked for every second, of pods without any too.
+            let status = status::of_call(method, &error);
+            // A caller reports its own mistake; the daemon logs what the node could not do.
+            // Metrics are queried every second, also for pods that have none.
             let level = match status.code {
                 _ if method == "Metrics" => log::Level::Debug,
                 Code::INTERNAL | Code::RESOURCE_EXHAUSTED | Code::DEADLINE_EXCEEDED => {

@@ -2,56 +2,32 @@
 
 use std::io;
 
-pub use ttrpc::Code;
+pub use containerd_api::framing::{Code, Status};
 
 use crate::error::StepError;
 use crate::podsandbox::Error;
 
-/// The longest error message that goes out, bytes. gRPC sends it in a header, which clients bound.
-const MAX_TEXT: usize = 4096;
-
-/// How a call failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Status {
-    /// The RPC code; never OK.
-    pub code: Code,
-    /// What happened.
-    pub message: String,
+/// The status of a call of `method` that failed with `error`.
+///
+/// A Wait for a sandbox whose record is quarantined is UNAVAILABLE: containerd takes any other end
+/// of a Wait for the exit of the sandbox, and ends the pod.
+pub(super) fn of_call(method: &str, error: &Error) -> Status {
+    let code = match error {
+        Error::Quarantined { .. } if method == "Wait" => Code::UNAVAILABLE,
+        _ => code(error),
+    };
+    Status::new(code, error.to_string())
 }
 
-impl Status {
-    /// A status with `message`, shortened to what fits a gRPC header.
-    pub fn new(code: Code, message: impl Into<String>) -> Self {
-        let mut message = message.into();
-        if message.len() > MAX_TEXT {
-            message.truncate(message.floor_char_boundary(MAX_TEXT - "…".len()));
-            message.push('…');
-        }
-        Self { code, message }
-    }
-
-    /// The status of a call of `method` that failed with `error`.
-    ///
-    /// A Wait for a sandbox whose record is quarantined is UNAVAILABLE: containerd takes any other
-    /// end of a Wait for the exit of the sandbox, and ends the pod.
-    pub(super) fn of_call(method: &str, error: &Error) -> Self {
-        let code = match error {
-            Error::Quarantined { .. } if method == "Wait" => Code::UNAVAILABLE,
-            _ => code(error),
-        };
-        Self::new(code, error.to_string())
-    }
-
-    /// The daemon is stopping: the one answer after which containerd retries.
-    pub fn stopping() -> Self {
-        Self::new(Code::UNAVAILABLE, "the sandboxer is stopping")
-    }
+/// The status when the daemon stops: the only answer after which containerd retries.
+pub fn stopping() -> Status {
+    Status::new(Code::UNAVAILABLE, "the sandboxer is stopping")
 }
 
 /// The RPC code of an error.
 ///
 /// Only a daemon that is stopping is UNAVAILABLE, since containerd then retries indefinitely. Some
-/// calls of Wait are, too: `Status::of_call`, and those of another namespace.
+/// calls of Wait are as well: [`of_call`], and those of another namespace.
 pub fn code(error: &Error) -> Code {
     match error {
         Error::Invalid { .. } => Code::INVALID_ARGUMENT,
@@ -59,7 +35,7 @@ pub fn code(error: &Error) -> Code {
         Error::AlreadyExists { .. } => Code::ALREADY_EXISTS,
         Error::State { .. } => Code::FAILED_PRECONDITION,
         Error::Failed { steps, .. } => {
-            // Not scarcity alone: then more room would not help.
+            // Free resources help only if every step failed for lack of them.
             let mut codes = steps.into_iter().map(step_code);
             let first = codes.next().unwrap_or(Code::INTERNAL);
             if codes.all(|code| code == first) { first } else { Code::INTERNAL }
@@ -112,13 +88,13 @@ fn step_code(step: &StepError) -> Code {
         {
             Code::RESOURCE_EXHAUSTED
         }
-        // The node is not as it must be; its operator is asked for, not another try.
+        // The node is misconfigured: its operator must act, and a retry does not help.
         None if step.io().kind() == io::ErrorKind::Unsupported => Code::FAILED_PRECONDITION,
         _ => Code::INTERNAL,
     }
 }
 
-/// The sandbox that an error speaks of.
+/// The id of the sandbox that failed.
 pub(super) fn sandbox(error: &Error) -> &str {
     match error {
         Error::Invalid { id, .. }
@@ -183,7 +159,7 @@ mod tests {
     #[test]
     fn every_error_has_its_code_and_names_its_sandbox() {
         for (error, expected) in every_error() {
-            let status = Status::of_call("Status", &error);
+            let status = of_call("Status", &error);
             assert_eq!(status.code, expected, "{error}");
             assert_eq!(status.message, error.to_string());
             assert_eq!(sandbox(&error), "a");
@@ -194,8 +170,8 @@ mod tests {
     fn a_wait_for_a_quarantined_sandbox_does_not_end_the_pod() {
         let error = Error::Quarantined { id: "a".into(), reason: "r".into() };
         let text = "sandbox a: its record is quarantined: r; see `pause-sandboxer inspect a`";
-        assert_eq!(Status::of_call("Wait", &error), Status::new(Code::UNAVAILABLE, text));
-        assert_eq!(Status::of_call("Stop", &error), Status::new(Code::INTERNAL, text));
+        assert_eq!(of_call("Wait", &error), Status::new(Code::UNAVAILABLE, text));
+        assert_eq!(of_call("Stop", &error), Status::new(Code::INTERNAL, text));
     }
 
     #[test]
@@ -242,13 +218,5 @@ mod tests {
             Code::FAILED_PRECONDITION
         );
         assert_eq!(of(io::Error::from_raw_os_error(libc::ENOSYS)), Code::INTERNAL);
-    }
-
-    #[test]
-    fn a_long_message_is_cut_between_characters() {
-        let status = Status::new(Code::INTERNAL, "ä".repeat(1 << 20));
-        assert!(status.message.len() <= MAX_TEXT, "{}", status.message.len());
-        assert!(status.message.ends_with("ä…"));
-        assert_eq!(Status::new(Code::INTERNAL, "short").message, "short");
     }
 }

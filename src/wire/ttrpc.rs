@@ -1,13 +1,12 @@
 //! The ttrpc transport: unary calls framed as containerd's ttrpc frames them.
 //!
-//! The frames and their messages are the `ttrpc` crate's. The loop is our own, because that crate's
-//! server leaves a caller without an answer when a handler panics, takes any number of calls, and
-//! ends only after a wait of its own; and so is the reading of a frame, as that crate's takes 4 MiB
-//! and no more.
+//! The frames and their messages are the `ttrpc` crate's. The loop is not, because that crate's
+//! server leaves a caller without an answer when a handler panics, and stops only after its own
+//! delay. Nor is the reading of a frame: that crate reads at most 4 MiB.
 
-use std::sync::Arc;
 use std::time::Duration;
 
+use containerd_api::framing::MAX_MESSAGE;
 use protobuf::{Message, MessageField};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
 use tokio::net::UnixStream;
@@ -16,20 +15,17 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use ttrpc::proto::{GenMessage, MESSAGE_TYPE_REQUEST, MessageHeader, Request, Response};
 
-use super::MAX_CALLS;
-use super::connections::Connection;
 use super::handler::{self, Handler};
 use super::namespace;
-use super::request_budget::{self, BudgetPermit};
 use super::response::{Answer, TTRPC_ANSWER};
-use super::service::SandboxService;
 use super::status::{Code, Status};
+use crate::controller::SandboxService;
 use crate::log_context::{TRACEPARENT, TraceId};
 
 /// How long new calls are still read when the daemon stops: ttrpc has no GOAWAY. A Wait is
 /// answered with UNAVAILABLE.
 const LINGER: Duration = Duration::from_millis(200);
-/// Answers that wait for the writer; calls beyond wait with theirs.
+/// Maximum number of answers that wait for the writer; further calls wait with theirs.
 const QUEUE: usize = 64;
 
 /// Serves one connection until the caller closes it or the daemon stops.
@@ -39,7 +35,6 @@ const QUEUE: usize = 64;
 pub(super) async fn serve<V: SandboxService>(
     stream: UnixStream,
     handler: Handler<V>,
-    of: Arc<Connection>,
 ) -> Result<(), ttrpc::Error> {
     let (reader, writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
@@ -48,9 +43,8 @@ pub(super) async fn serve<V: SandboxService>(
     let writing = write(writer, queue);
     tokio::pin!(writing);
     tokio::select! {
-        // The callers are gone: what still runs is dropped with `calls`.
-        ended = read_requests(&mut reader, &handler, &mut calls, &answers, &of) => return ended,
-        () = of.evicted() => return Ok(()),
+        // The callers are gone: pending calls are dropped with `calls`.
+        ended = read_requests(&mut reader, &handler, &mut calls, &answers) => return ended,
         ended = &mut writing => return ended,
         () = linger(&handler) => {}
     }
@@ -69,35 +63,31 @@ async fn read_requests<V: SandboxService>(
     handler: &Handler<V>,
     calls: &mut JoinSet<()>,
     answers: &mpsc::Sender<GenMessage>,
-    of: &Arc<Connection>,
 ) -> Result<(), ttrpc::Error> {
     loop {
         let header = MessageHeader::read_from(&mut *reader).await.map_err(|e| broken(&e))?;
         let (stream, length) = (header.stream_id, header.length as usize);
-        // Only calls of one message are served; frames of a stream belong to no call here.
+        // Only unary calls are served: a frame of a stream belongs to no call.
         if header.type_ != MESSAGE_TYPE_REQUEST {
             skip(reader, length).await?;
             continue;
         }
         while calls.try_join_next().is_some() {}
-        // Only this connection waits: its frames come in order, and are read in order.
-        let asked = match handler.request_budget().reserve(length).await {
-            Ok(permit) => {
-                let payload = payload(reader, length, permit.is_some()).await?;
-                request(stream, &payload, calls.len()).map(|request| (request, permit))
-            }
-            Err(refused) => {
-                skip(reader, length).await?;
-                Err(refused)
-            }
+        let request = if length > MAX_MESSAGE {
+            skip(reader, length).await?;
+            let text = format!("the message has {length} bytes, at most {MAX_MESSAGE} are read");
+            Err(Status::new(Code::RESOURCE_EXHAUSTED, text))
+        } else {
+            let mut payload = vec![0; length];
+            reader.read_exact(&mut payload).await.map_err(|e| broken(&e))?;
+            request(stream, &payload)
         };
-        // An answer that cannot be sent has no caller: the connection is gone.
-        match asked {
-            Ok((request, permit)) => {
-                let (handler, answers, pending) = (handler.clone(), answers.clone(), of.begin());
+        // An answer that cannot be sent has no caller: the connection is closed.
+        match request {
+            Ok(request) => {
+                let (handler, answers) = (handler.clone(), answers.clone());
                 calls.spawn(async move {
-                    let _pending = pending;
-                    let answer = call(&handler, request, permit).await;
+                    let answer = call(&handler, request).await;
                     let _ = answers.send(response(stream, answer)).await;
                 });
             }
@@ -112,25 +102,7 @@ fn broken(e: &std::io::Error) -> ttrpc::Error {
     ttrpc::Error::Socket(e.to_string())
 }
 
-/// Reads the rest of a frame. One that holds budget delays other requests, and so has a time limit.
-async fn payload(
-    reader: &mut BufReader<OwnedReadHalf>,
-    length: usize,
-    holds_budget: bool,
-) -> Result<Vec<u8>, ttrpc::Error> {
-    let mut payload = vec![0; length];
-    let whole = reader.read_exact(&mut payload);
-    let read = if holds_budget {
-        let late = |_| Err(std::io::ErrorKind::TimedOut.into());
-        tokio::time::timeout(request_budget::REQUEST_TIMEOUT, whole).await.unwrap_or_else(late)
-    } else {
-        whole.await
-    };
-    read.map_err(|e| broken(&e))?;
-    Ok(payload)
-}
-
-/// Reads over the rest of a frame.
+/// Skips the rest of a frame.
 async fn skip(reader: &mut BufReader<OwnedReadHalf>, length: usize) -> Result<(), ttrpc::Error> {
     let mut rest = reader.take(length as u64);
     let skipped =
@@ -142,24 +114,16 @@ async fn skip(reader: &mut BufReader<OwnedReadHalf>, length: usize) -> Result<()
 }
 
 /// The call that a frame asks for, or why it is refused.
-fn request(stream: u32, payload: &[u8], pending: usize) -> Result<Request, Status> {
+fn request(stream: u32, payload: &[u8]) -> Result<Request, Status> {
     if stream % 2 != 1 {
         return Err(Status::new(Code::INVALID_ARGUMENT, format!("stream id {stream} is not odd")));
-    }
-    if pending >= MAX_CALLS {
-        let text = format!("{MAX_CALLS} calls are pending on this connection");
-        return Err(Status::new(Code::RESOURCE_EXHAUSTED, text));
     }
     Request::parse_from_bytes(payload).map_err(|e| {
         Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", Request::NAME))
     })
 }
 
-async fn call<V: SandboxService>(
-    handler: &Handler<V>,
-    request: Request,
-    permit: BudgetPermit,
-) -> Answer {
+async fn call<V: SandboxService>(handler: &Handler<V>, request: Request) -> Answer {
     let deadline = match request.timeout_nano {
         0 => None,
         nanos => Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(0))),
@@ -178,12 +142,7 @@ async fn call<V: SandboxService>(
         max_answer: TTRPC_ANSWER,
         serves_operators: true,
     };
-    handler
-        .handle_call(
-            &call,
-            Box::pin(std::future::ready(Ok(request_budget::BudgetedRequest::new(payload, permit)))),
-        )
-        .await
+    handler.handle_call(&call, Box::pin(std::future::ready(Ok(payload.into())))).await
 }
 
 fn response(stream: u32, answer: Answer) -> GenMessage {

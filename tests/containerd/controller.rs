@@ -163,7 +163,7 @@ fn refused(what: &str, answer: Result<(), grpc::Status>, field: &str) -> Result<
             Ok(())
         }
         Err(status) => {
-            bail!("{what}: {status}, not code {} that names {field:?}", grpc::INVALID_ARGUMENT)
+            bail!("{what}: {status}, not code {:?} that names {field:?}", grpc::INVALID_ARGUMENT)
         }
         Ok(()) => bail!("{what} was accepted"),
     }

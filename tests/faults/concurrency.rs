@@ -192,7 +192,7 @@ async fn run(controller: &Controller, shape: &Shape, id: &str) -> Result<()> {
     bail!("{id}: not started")
 }
 
-fn code(e: &anyhow::Error) -> Option<i32> {
+fn code(e: &anyhow::Error) -> Option<grpc::Code> {
     e.downcast_ref::<Status>().map(|status| status.code)
 }
 

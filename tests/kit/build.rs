@@ -10,29 +10,20 @@ fn main() {
     probe(&out.join("probe"));
 }
 
-/// The messages that the daemon speaks too, and those that only the tests speak.
-const DAEMON: &str = "../../protos";
-const DAEMONS: [&str; 4] = ["types", "controller", "cri", "cri_runtime"];
-const OWN: [&str; 1] = ["nri"];
-
-/// The messages, by the parser that needs no protoc.
+/// Generates the messages of NRI, which only the tests speak, by the parser that needs no protoc.
 fn messages(out: &PathBuf) {
     println!("cargo:rerun-if-changed=protos");
-    println!("cargo:rerun-if-changed={DAEMON}");
     fs::create_dir_all(out).expect("make the directory of the generated messages");
     protobuf_codegen::Codegen::new()
         .pure()
-        .includes([DAEMON, "protos"])
-        .inputs(DAEMONS.map(|name| format!("{DAEMON}/{name}.proto")))
-        .inputs(OWN.map(|name| format!("protos/{name}.proto")))
+        .include("protos")
+        .input("protos/nri.proto")
         .customize(protobuf_codegen::Customize::default().gen_mod_rs(false))
         .out_dir(out)
         .run()
         .expect("generate the messages");
     // The generated mod.rs has inner attributes, which include!() refuses.
-    let modules: String =
-        DAEMONS.iter().chain(&OWN).map(|name| format!("pub mod {name};\n")).collect();
-    fs::write(out.join("mod.rs"), modules).expect("write mod.rs of the messages");
+    fs::write(out.join("mod.rs"), "pub mod nri;\n").expect("write mod.rs of the messages");
 }
 
 /// The program of the images: static, so that it runs in a root of its own.

@@ -18,7 +18,7 @@ mod recovery;
 use fixture::{Node, request, request_with, soon};
 use nix::mount::{MntFlags, umount2};
 use pause_sandboxer::config::Config;
-use pause_sandboxer::controller::Controller;
+use pause_sandboxer::controller::{Controller, SandboxService};
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, Payload, SandboxInfo};
 use pause_sandboxer::protos::cri::{
     IDMapping, Int64Value, LinuxSandboxSecurityContext, NamespaceMode, SecurityProfile,

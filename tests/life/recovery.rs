@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use pause_sandboxer::controller::Controller;
+use pause_sandboxer::controller::{Controller, SandboxService};
 use pause_sandboxer::podsandbox::{Environment, Error};
 use tokio::runtime::Builder;
 

@@ -16,7 +16,7 @@ pub(crate) async fn observe(pod: &Pod, facts: &mut Facts) -> Result<()> {
     let before = used(pod)?;
     let metric = match pod.node().controller(pod.handler()).metrics(pod.id()).await {
         Err(e) => {
-            facts.add("Metrics", format!("refused with code {}", e.code));
+            facts.add("Metrics", format!("refused with code {}", e.code as i32));
             return Ok(());
         }
         Ok(metric) => metric,

@@ -236,14 +236,14 @@ pub(crate) async fn reported(pod: &Pod, facts: &mut Facts) -> Result<()> {
 
     let stats = match cri.pod_sandbox_stats(pod.id()).await {
         Ok(stats) => json(&stats),
-        Err(e) => Value::String(format!("refused with code {}", e.code)),
+        Err(e) => Value::String(format!("refused with code {}", e.code as i32)),
     };
     match stats {
         Value::String(refused) => facts.add("stats", refused),
         stats => facts.add_types("stats", &stats),
     }
     let listed = cri.list_pod_sandbox_stats(pod.id()).await.map_or_else(
-        |e| format!("refused with code {}", e.code),
+        |e| format!("refused with code {}", e.code as i32),
         |all| {
             all.iter()
                 .map(|stats| {

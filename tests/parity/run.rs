@@ -271,10 +271,9 @@ fn refusal(e: &anyhow::Error) -> Result<String> {
     Ok(format!("refused with {}", code(status.code)))
 }
 
-fn code(code: i32) -> String {
+fn code(code: grpc::Code) -> String {
     match code {
-        grpc::INVALID_ARGUMENT => "INVALID_ARGUMENT".to_owned(),
-        grpc::UNKNOWN => "UNKNOWN".to_owned(),
-        other => other.to_string(),
+        grpc::INVALID_ARGUMENT | grpc::UNKNOWN => format!("{code:?}"),
+        other => (other as i32).to_string(),
     }
 }

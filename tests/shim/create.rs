@@ -15,7 +15,7 @@ use crate::container_record::{is_gone, is_recorded};
 use crate::harness::{Case, Harness, Kind, SOON, cases, signal};
 
 /// containerd's call that reads a container.
-const GET: &str = "/containerd.services.containers.v1.Containers/Get";
+const GET: &str = "containerd.services.containers.v1.Containers/Get";
 
 /// Longer than a node is usually slow.
 const SLOW: Duration = Duration::from_secs(2);

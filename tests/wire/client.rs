@@ -1,11 +1,11 @@
 //! One client for both protocols: bytes in, bytes or a code out.
 
-use std::future::Future;
 use std::path::Path;
 use std::time::Duration;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use http::Request;
+use pause_sandboxer::containerd::framing::{self, Answers, CallFailure, Status};
 use protobuf::Message;
 use tokio::net::UnixStream;
 use ttrpc::r#async::Client as TtrpcClient;
@@ -59,12 +59,9 @@ impl Client {
     ) -> Result<Vec<u8>, Failure> {
         match self {
             Self::Grpc(client) => {
-                let request = Request::post(format!("http://localhost/{service}/{method}"))
-                    .header("content-type", "application/grpc")
-                    .header("containerd-namespace", namespace)
-                    .body(())
-                    .unwrap();
-                grpc(client.clone(), request, framed(&message)).await
+                let metadata = [(framing::NAMESPACE, namespace)];
+                let request = framing::request(&format!("{service}/{method}"), &metadata, None);
+                grpc(client.clone(), request.unwrap(), framing::frame(&message)).await
             }
             Self::Ttrpc(client) => {
                 let mut request = ttrpc::Request::new();
@@ -88,15 +85,8 @@ impl Client {
     ) -> Result<Vec<u8>, Failure> {
         match self {
             Self::Grpc(client) => {
-                let mut request = Request::post(format!("http://localhost/{service}/{method}"))
-                    .header("content-type", "application/grpc")
-                    .body(())
-                    .unwrap();
-                if let Some(timeout) = timeout {
-                    let value = format!("{}m", timeout.as_millis()).parse().unwrap();
-                    request.headers_mut().insert("grpc-timeout", value);
-                }
-                grpc(client.clone(), request, framed(&payload)).await
+                let request = framing::request(&format!("{service}/{method}"), &[], timeout);
+                grpc(client.clone(), request.unwrap(), framing::frame(&payload)).await
             }
             Self::Ttrpc(client) => {
                 let mut request = ttrpc::Request::new();
@@ -110,15 +100,6 @@ impl Client {
     }
 }
 
-/// A message as gRPC sends it.
-pub(crate) fn framed(message: &[u8]) -> Bytes {
-    let mut body = BytesMut::new();
-    body.put_u8(0);
-    body.put_u32(message.len() as u32);
-    body.put_slice(message);
-    body.freeze()
-}
-
 async fn ttrpc(client: &TtrpcClient, request: ttrpc::Request) -> Result<Vec<u8>, Failure> {
     match client.request(request).await {
         Ok(response) => Ok(response.payload),
@@ -127,39 +108,26 @@ async fn ttrpc(client: &TtrpcClient, request: ttrpc::Request) -> Result<Vec<u8>,
     }
 }
 
-/// Sends one request and gives the message of its answer.
-pub(crate) fn grpc(
+/// Sends one request and returns the message of its answer.
+pub(crate) async fn grpc(
     client: h2::client::SendRequest<Bytes>,
     request: Request<()>,
     body: Bytes,
-) -> impl Future<Output = Result<Vec<u8>, Failure>> {
-    let broken = |e: h2::Error| (14, format!("connection: {e}"));
-    async move {
-        let mut client = client.ready().await.map_err(broken)?;
-        let (response, mut stream) = client.send_request(request, false).map_err(broken)?;
-        // As some clients do: the message, then an empty last frame.
-        stream
-            .send_data(body, false)
-            .and_then(|()| stream.send_data(Bytes::new(), true))
-            .map_err(broken)?;
-        let (head, mut body) = response.await.map_err(broken)?.into_parts();
-        assert_eq!(head.status, 200);
-        let mut bytes = Vec::new();
-        while let Some(chunk) = body.data().await {
-            let chunk = chunk.map_err(broken)?;
-            body.flow_control().release_capacity(chunk.len()).map_err(broken)?;
-            bytes.extend_from_slice(&chunk);
-        }
-        let trailers = body.trailers().await.map_err(broken)?.unwrap_or(head.headers);
-        let text =
-            |name: &str| trailers.get(name).map_or("", |value| value.to_str().unwrap()).to_owned();
-        match text("grpc-status").parse().unwrap() {
-            0 => {
-                let length = u32::from_be_bytes(bytes[1..5].try_into().unwrap()) as usize;
-                assert_eq!((bytes[0], length), (0, bytes.len() - 5));
-                Ok(bytes.split_off(5))
-            }
-            code => Err((code, text("grpc-message"))),
+) -> Result<Vec<u8>, Failure> {
+    let answer = async {
+        let mut client = client.ready().await?;
+        let (response, mut stream) = client.send_request(request, false)?;
+        // Some clients send the message, then an empty last frame.
+        stream.send_data(body, false)?;
+        stream.send_data(Bytes::new(), true)?;
+        Answers::new(response).only().await
+    };
+    match answer.await {
+        Ok(message) => Ok(message.to_vec()),
+        Err(CallFailure::Malformed(status)) => panic!("the answer is malformed: {status}"),
+        Err(e) => {
+            let Status { code, message } = e.into();
+            Err((code as i32, message))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! SandboxService whose outcome the sandbox id chooses.
+//! A `SandboxService` whose outcome depends on the sandbox id.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::log_context;
 use pause_sandboxer::podsandbox::{
     CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary,
     StartResponse, StatusReport, Usage,
 };
-use pause_sandboxer::wire::SandboxService;
 use tokio::sync::Notify;
 
-/// Every id that fails, by the error it fails with, and its gRPC code number.
+/// Every id that fails, with the gRPC code number of its error.
 pub(crate) const FAILURES: [(&str, i32); 11] = [
     ("invalid", 3),
     ("unknown", 5),
@@ -35,7 +35,7 @@ pub(crate) fn time(seconds: u64) -> SystemTime {
     UNIX_EPOCH + Duration::new(seconds, 500_000_000)
 }
 
-/// A controller of sandboxes that never were.
+/// A controller without sandboxes.
 #[derive(Debug, Default)]
 pub(crate) struct Fake {
     pub(crate) created: Mutex<Vec<CreateRequest>>,
@@ -43,7 +43,7 @@ pub(crate) struct Fake {
     /// Waits, and slow calls of Status, that are pending now.
     pub(crate) waiting: Arc<AtomicUsize>,
     /// Ends every pending Wait.
-    pub(crate) end: Notify,
+    pub(crate) end: Arc<Notify>,
 }
 
 /// Counts a Wait for as long as its future lives.
@@ -106,21 +106,23 @@ impl SandboxService for Fake {
         outcome(id)
     }
 
-    async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
-        outcome(&id)?;
-        // What it fails with in the end.
-        let end = id.strip_prefix("then-").unwrap_or_default();
-        if id == "ended" {
-            return Ok(Exit { status: 137, at: time(3) });
+    fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
+        let (id, waiting, end) = (id.to_owned(), self.waiting.clone(), self.end.clone());
+        async move {
+            outcome(&id)?;
+            if id == "ended" {
+                return Ok(Exit { status: 137, at: time(3) });
+            }
+            let ended = end.notified_owned();
+            tokio::pin!(ended);
+            ended.as_mut().enable();
+            waiting.fetch_add(1, Ordering::SeqCst);
+            let _pending = Pending(waiting);
+            ended.await;
+            // The id names the failure of the Wait.
+            outcome(id.strip_prefix("then-").unwrap_or_default())?;
+            Ok(Exit { status: 137, at: time(3) })
         }
-        let ended = self.end.notified();
-        tokio::pin!(ended);
-        ended.as_mut().enable();
-        self.waiting.fetch_add(1, Ordering::SeqCst);
-        let _pending = Pending(Arc::clone(&self.waiting));
-        ended.await;
-        outcome(end)?;
-        Ok(Exit { status: 137, at: time(3) })
     }
 
     async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {

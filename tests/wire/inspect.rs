@@ -1,7 +1,6 @@
-//! What operators ask, and what is known of every call: its trace and its count.
+//! Operator queries, and the trace and the count of every call.
 
-use bytes::{BufMut, Bytes, BytesMut};
-use http::Request;
+use pause_sandboxer::containerd::framing;
 use pause_sandboxer::protos::inspect::{
     InspectRequest, InspectResponse, ListRequest, ListResponse,
 };
@@ -62,16 +61,10 @@ async fn a_call_carries_its_trace() {
 
     for (parent, trace) in [(PARENT, Some(TRACE)), ("00-forged", None)] {
         let message = status("a", true).write_to_bytes().unwrap();
-        let mut body = BytesMut::new();
-        body.put_u8(0);
-        body.put_u32(message.len() as u32);
-        body.put_slice(&message);
-        let request = Request::post(format!("http://localhost/{CONTROLLER}/Status"))
-            .header("content-type", "application/grpc")
-            .header("traceparent", parent)
-            .body(())
-            .unwrap();
-        let answer = client::grpc(grpc.clone(), request, Bytes::from(body)).await.unwrap();
+        let metadata = [("traceparent", parent)];
+        let request = framing::request(&format!("{CONTROLLER}/Status"), &metadata, None).unwrap();
+        let body = framing::frame(&message);
+        let answer = client::grpc(grpc.clone(), request, body).await.unwrap();
         let answer = c::ControllerStatusResponse::parse_from_bytes(&answer).unwrap();
         assert_eq!(answer.info.get("trace").map(String::as_str), trace);
     }
@@ -96,7 +89,7 @@ async fn calls_are_counted_by_method_and_code_and_no_caller_makes_names_up() {
         "pause_sandboxer_calls_total{method=\"other\",code=\"UNIMPLEMENTED\"} 8",
         "pause_sandboxer_call_duration_seconds_count{method=\"Stop\"} 4",
     ] {
-        assert!(text.lines().any(|of| of == line), "{line} is not in\n{text}");
+        assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
     }
     assert!(!text.contains("Made"), "{text}");
 }

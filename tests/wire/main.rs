@@ -23,7 +23,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 
 mod client;
-mod connection_limit;
+mod connections;
 mod fake;
 mod inspect;
 mod malformed;

@@ -1,4 +1,4 @@
-//! What becomes of a Wait that was pending.
+//! The end of pending Waits.
 
 use pause_sandboxer::protos::controller as c;
 use pause_sandboxer::telemetry::Census;
@@ -11,7 +11,7 @@ use crate::{Node, SOON, begin_waits, only_id, status, until_waiting};
 fn counted(node: &Node, lines: &[&str]) {
     let text = node.telemetry.text(&Census::default());
     for line in lines {
-        assert!(text.lines().any(|of| of == *line), "{line} is not in\n{text}");
+        assert!(text.lines().any(|found| found == *line), "{line} is not in\n{text}");
     }
 }
 
@@ -69,8 +69,8 @@ async fn cancelled_and_stopped_calls_are_counted() {
     );
 }
 
-/// The sandbox's end and the daemon's come together: the exit is returned, and a failure is none of
-/// the sandbox.
+/// The sandbox and the daemon end together: an exit is returned, and a failure is not, because it
+/// says nothing about the sandbox.
 #[tokio::test]
 async fn exits_during_a_stop_are_answered_and_failures_are_not() {
     for (sandbox, failure) in

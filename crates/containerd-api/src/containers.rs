@@ -10,7 +10,7 @@ use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message as _, MessageField};
 
-use super::grpc::code;
+use super::framing::Code;
 use super::{CallError, SandboxStore};
 use crate::protos::containers::{
     Container, ContainerRuntime, CreateContainerRequest, DeleteContainerRequest,
@@ -111,7 +111,7 @@ impl Containers {
         let method = format!("{CONTAINERS}/Get");
         let what = "query containerd for the container";
         match self.at.call::<GetContainerResponse>(what, &method, &request).await {
-            Err(e) if e.is(code::NOT_FOUND) => Ok(RecordOwner::Missing),
+            Err(e) if e.is(Code::NOT_FOUND) => Ok(RecordOwner::Missing),
             Err(e) => Err(e),
             Ok(answer) if self.is_own(&answer.container) => Ok(RecordOwner::Own),
             Ok(_) => Ok(RecordOwner::Foreign),
@@ -169,7 +169,7 @@ impl Containers {
         let endpoint = self.at.endpoint();
         match endpoint.call::<Empty>(what, &method, &request, CREATE_TIMEOUT).await {
             // Also after an answer that was lost.
-            Err(e) if e.is(code::ALREADY_EXISTS) => self.owner(&container.id).await,
+            Err(e) if e.is(Code::ALREADY_EXISTS) => self.owner(&container.id).await,
             Err(e) => Err(e),
             Ok(_) => Ok(RecordOwner::Own),
         }
@@ -188,7 +188,7 @@ impl Containers {
         let method = format!("{CONTAINERS}/Delete");
         let what = "remove the sandbox's container";
         match self.at.call::<Empty>(what, &method, &request).await {
-            Err(e) if e.is(code::NOT_FOUND) => Ok(()),
+            Err(e) if e.is(Code::NOT_FOUND) => Ok(()),
             other => other.map(drop),
         }
     }
@@ -219,7 +219,7 @@ impl Containers {
         };
         let method = format!("{TASKS}/Create");
         match self.at.call::<Empty>("create the sandbox's task", &method, &request).await {
-            Err(e) if e.is(code::ALREADY_EXISTS) => Ok(false),
+            Err(e) if e.is(Code::ALREADY_EXISTS) => Ok(false),
             Err(e) => Err(e),
             Ok(_) => Ok(true),
         }
@@ -244,7 +244,7 @@ impl Containers {
         let method = format!("{TASKS}/Get");
         let what = "query containerd for the sandbox's task";
         match self.at.call::<GetTaskResponse>(what, &method, &request).await {
-            Err(e) if e.is(code::NOT_FOUND) => Ok(TaskState::Missing),
+            Err(e) if e.is(Code::NOT_FOUND) => Ok(TaskState::Missing),
             Err(lost @ CallError::Lost(_)) => Err(lost),
             // Of its shim.
             Err(_) => Ok(TaskState::Other),
@@ -267,7 +267,7 @@ impl Containers {
         let mut again = true;
         loop {
             match self.at.call::<Empty>("delete the sandbox's task", &method, &request).await {
-                Err(e) if e.is(code::NOT_FOUND) => return Ok(()),
+                Err(e) if e.is(Code::NOT_FOUND) => return Ok(()),
                 Err(CallError::Refused { .. }) if again => again = false,
                 other => return other.map(drop),
             }

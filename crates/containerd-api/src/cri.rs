@@ -7,7 +7,8 @@ use protobuf::Message;
 use protobuf::MessageField;
 use protobuf::well_known_types::empty::Empty;
 
-use super::grpc::{GrpcEndpoint, code};
+use super::framing::Code;
+use super::grpc::GrpcEndpoint;
 use crate::protos::cri::PodSandboxConfig;
 use crate::protos::cri_runtime::{
     ContainerConfig, CreateContainerRequest, CreateContainerResponse, ExecSyncRequest,
@@ -78,7 +79,7 @@ impl CriClient {
         let what = "query CRI for its status";
         match self.endpoint.call::<StatusResponse>(what, &method, &request, QUERY).await {
             Ok(_) => Ok(true),
-            Err(e) if e.is(code::UNIMPLEMENTED) => Ok(false),
+            Err(e) if e.is(Code::UNIMPLEMENTED) => Ok(false),
             Err(e) => Err(e.step()),
         }
     }

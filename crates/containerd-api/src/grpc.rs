@@ -4,36 +4,12 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
-use http::{HeaderMap, Request};
 use protobuf::Message;
 use tokio::net::UnixStream;
 
 use base::error::{IoContext as _, StepError};
 
-/// Size of the prefix of a gRPC message, a flag and the length; bytes.
-const HEAD: usize = 5;
-
-/// Maximum size of a response's message, bytes.
-const LARGEST: usize = 16 << 20;
-
-/// gRPC's codes.
-pub(super) mod code {
-    pub(crate) const OK: u32 = 0;
-    pub(crate) const NOT_FOUND: u32 = 5;
-    pub(crate) const ALREADY_EXISTS: u32 = 6;
-    pub(crate) const UNIMPLEMENTED: u32 = 12;
-    pub(crate) const UNAVAILABLE: u32 = 14;
-}
-
-/// The status of a call.
-#[derive(Debug)]
-struct GrpcStatus {
-    /// gRPC's status code.
-    code: u32,
-    /// The message of the server.
-    words: String,
-}
+use super::framing::{self, Answers, CallFailure, Code, Status};
 
 /// Why a call has no result.
 #[derive(Clone, Debug)]
@@ -42,8 +18,8 @@ pub enum CallError {
     Lost(StepError),
     /// containerd has answered with another code than OK.
     Refused {
-        /// The code (gRPC).
-        code: u32,
+        /// The code.
+        code: Code,
         /// The failed step.
         step: StepError,
     },
@@ -57,13 +33,13 @@ impl CallError {
         }
     }
 
-    pub(super) fn is(&self, wanted: u32) -> bool {
+    pub(super) fn is(&self, wanted: Code) -> bool {
         matches!(self, Self::Refused { code, .. } if *code == wanted)
     }
 
-    /// containerd does not run, or does not answer yet.
+    /// Whether containerd does not run, or does not answer yet.
     pub fn is_unavailable(&self) -> bool {
-        matches!(self, Self::Lost(_)) || self.is(code::UNAVAILABLE)
+        matches!(self, Self::Lost(_)) || self.is(Code::UNAVAILABLE)
     }
 }
 
@@ -118,140 +94,46 @@ impl GrpcEndpoint {
         within: Duration,
         mut each: impl FnMut(A) + Send,
     ) -> Result<(), CallError> {
-        let each = |message: &[u8]| {
-            each(A::parse_from_bytes(message).map_err(io::Error::other)?);
-            Ok(())
+        let answered = async {
+            let mut answers = self.send(method, request).await?;
+            loop {
+                match answers.next().await {
+                    Ok(Some(message)) => {
+                        each(A::parse_from_bytes(&message).map_err(io::Error::other)?);
+                    }
+                    Ok(None) => return Ok(None),
+                    Err(CallFailure::Refused(status)) => return Ok(Some(status)),
+                    Err(lost) => return Err(io::Error::other(lost)),
+                }
+            }
         };
-        let sent = async {
-            let request = request.write_to_bytes().map_err(io::Error::other)?;
-            self.send(method, &request, each).await
-        };
-        let answered = tokio::time::timeout(within, sent).await;
-        let GrpcStatus { code, words } = answered
+        let refused = tokio::time::timeout(within, answered)
+            .await
             .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
             .step_at(what, &self.address)
             .map_err(CallError::Lost)?;
-        if code == code::OK {
-            return Ok(());
-        }
-        let reason = match words.as_str() {
-            "" => format!("gRPC status {code}"),
-            words => format!("{words} (gRPC status {code})"),
+        let Some(Status { code, message }) = refused else { return Ok(()) };
+        let reason = match message.as_str() {
+            "" => format!("gRPC status {}", code as i32),
+            message => format!("{message} (gRPC status {})", code as i32),
         };
         let step = StepError::at(what, &self.address, io::Error::other(reason));
         Err(CallError::Refused { code, step })
     }
 
-    async fn send(
-        &self,
-        method: &str,
-        request: &[u8],
-        mut each: impl FnMut(&[u8]) -> io::Result<()> + Send,
-    ) -> io::Result<GrpcStatus> {
-        let mut frame = BytesMut::with_capacity(request.len() + HEAD);
-        frame.put_u8(0);
-        frame.put_u32(u32::try_from(request.len()).map_err(io::Error::other)?);
-        frame.put_slice(request);
-
-        let stream = UnixStream::connect(&self.address).await?;
-        let (requests, connection) =
-            h2::client::handshake(stream).await.map_err(io::Error::other)?;
-        // Ends with the last handle on it.
-        tokio::spawn(async move { drop(connection.await) });
-        let mut requests = requests.ready().await.map_err(io::Error::other)?;
-        let mut head = Request::post(format!("http://localhost/{method}"))
-            .header("content-type", "application/grpc")
-            .header("te", "trailers")
-            .header("containerd-namespace", &self.namespace);
+    /// Sends a request over a new connection.
+    async fn send(&self, method: &str, request: &impl Message) -> io::Result<Answers> {
+        let message = request.write_to_bytes().map_err(io::Error::other)?;
+        let mut metadata = vec![(framing::NAMESPACE, self.namespace.as_str())];
         if !self.lease.is_empty() {
-            head = head.header("containerd-lease", &self.lease);
+            metadata.push(("containerd-lease", &self.lease));
         }
-        let head = head.body(()).map_err(io::Error::other)?;
-        let (response, mut body) = requests.send_request(head, false).map_err(io::Error::other)?;
-        body.send_data(frame.freeze(), true).map_err(io::Error::other)?;
-
-        let (head, mut body) = response.await.map_err(io::Error::other)?.into_parts();
-        // A response without a message has its status in the headers.
-        if let Some(status) = status(&head.headers) {
-            return Ok(status);
-        }
-        let mut rest = BytesMut::new();
-        while let Some(data) = body.data().await {
-            let data: Bytes = data.map_err(io::Error::other)?;
-            body.flow_control().release_capacity(data.len()).map_err(io::Error::other)?;
-            rest.extend_from_slice(&data);
-            while let Some(message) = next_message(&mut rest)? {
-                each(&message)?;
-            }
-        }
-        if !rest.is_empty() {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        let trailers = body.trailers().await.map_err(io::Error::other)?.unwrap_or_default();
-        status(&trailers).ok_or_else(|| io::Error::other("a response without a gRPC status"))
-    }
-}
-
-/// Takes the first message, if all of it is there: a flag, its length in four bytes, and itself.
-fn next_message(bytes: &mut BytesMut) -> io::Result<Option<Bytes>> {
-    let Some([flag, a, b, c, d]) = bytes.first_chunk::<HEAD>().copied() else { return Ok(None) };
-    if flag != 0 {
-        return Err(io::Error::other("a compressed message, which no request allows"));
-    }
-    let length = u32::from_be_bytes([a, b, c, d]) as usize;
-    if length > LARGEST {
-        return Err(io::Error::other(format!("a message of {length} bytes")));
-    }
-    if bytes.len() < HEAD + length {
-        return Ok(None);
-    }
-    bytes.advance(HEAD);
-    Ok(Some(bytes.split_to(length).freeze()))
-}
-
-/// The status, if the headers have one.
-fn status(headers: &HeaderMap) -> Option<GrpcStatus> {
-    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    let words = text("grpc-message").map(decoded).unwrap_or_default();
-    Some(GrpcStatus { code: text("grpc-status")?.parse().ok()?, words })
-}
-
-/// Undoes the percent-encoding of `grpc-message`.
-fn decoded(text: &str) -> String {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, tail @ ..] = rest {
-        let digits = (*first == b'%').then(|| tail.get(..2)).flatten();
-        let byte = digits
-            .and_then(|digits| std::str::from_utf8(digits).ok())
-            .and_then(|digits| u8::from_str_radix(digits, 16).ok());
-        bytes.push(byte.unwrap_or(*first));
-        rest = if byte.is_some() { &tail[2..] } else { tail };
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_of_a_status_are_decoded() {
-        assert_eq!(decoded("a%20b%"), "a b%");
-        assert_eq!(decoded("%zz%C3%A4"), "%zz\u{e4}");
-    }
-
-    #[test]
-    fn messages_are_taken_whole() {
-        let mut bytes = BytesMut::from(&[0, 0, 0, 0, 2, 7][..]);
-        assert_eq!(next_message(&mut bytes).unwrap(), None);
-        bytes.extend_from_slice(&[8, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(next_message(&mut bytes).unwrap().as_deref(), Some(&[7, 8][..]));
-        assert_eq!(next_message(&mut bytes).unwrap().as_deref(), Some(&[][..]));
-        assert_eq!(next_message(&mut bytes).unwrap(), None);
-        assert_eq!(bytes.len(), 2);
-        assert!(next_message(&mut BytesMut::from(&[1, 0, 0, 0, 0][..])).is_err());
-        let mut long = BytesMut::from(&[0, 255, 0, 0, 0][..]);
-        assert!(next_message(&mut long).is_err());
+        let head = framing::request(method, &metadata, None).map_err(io::Error::other)?;
+        let stream = UnixStream::connect(&self.address).await?;
+        let (server, connection) = h2::client::handshake(stream).await.map_err(io::Error::other)?;
+        // The task ends with the last handle on the connection.
+        tokio::spawn(async move { drop(connection.await) });
+        let mut server = server.ready().await.map_err(io::Error::other)?;
+        framing::send(&mut server, head, framing::frame(&message)).map_err(io::Error::other)
     }
 }

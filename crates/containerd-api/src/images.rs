@@ -8,7 +8,8 @@ use protobuf::{Message, MessageField};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
-use super::grpc::{CallError, GrpcEndpoint, code};
+use super::framing::Code;
+use super::grpc::{CallError, GrpcEndpoint};
 use crate::protos::image_store::{
     ContentDescriptor, CreateImageRequest, CreateLeaseRequest, DeleteImageRequest,
     DeleteLeaseRequest, StoredImage, UpdateImageRequest, UpdatedFields, WriteAction,
@@ -109,7 +110,7 @@ pub async fn remove(
     let request = DeleteImageRequest { name: name.to_owned(), ..Default::default() };
     let method = "containerd.services.images.v1.Images/Delete";
     match endpoint.call::<Empty>("remove image", method, &request, within).await {
-        Err(e) if e.is(code::NOT_FOUND) => Ok(()),
+        Err(e) if e.is(Code::NOT_FOUND) => Ok(()),
         removed => Ok(removed.map(drop)?),
     }
 }
@@ -141,7 +142,7 @@ async fn store(
     });
     let create = CreateImageRequest { image: stored.clone(), ..Default::default() };
     match images(endpoint, "Create", &create).await {
-        Err(e) if e.is(code::ALREADY_EXISTS) => {}
+        Err(e) if e.is(Code::ALREADY_EXISTS) => {}
         created => return Ok(created?),
     }
     // Labels that others have set stay.
@@ -187,7 +188,7 @@ async fn write(
 /// ALREADY_EXISTS is success.
 fn or_exists<T>(made: Result<T, CallError>) -> Result<(), StepError> {
     match made {
-        Err(e) if e.is(code::ALREADY_EXISTS) => Ok(()),
+        Err(e) if e.is(Code::ALREADY_EXISTS) => Ok(()),
         other => Ok(other.map(drop)?),
     }
 }

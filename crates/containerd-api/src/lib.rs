@@ -6,6 +6,7 @@ use std::time::Duration;
 
 pub mod containers;
 pub mod cri;
+pub mod framing;
 mod grpc;
 pub mod images;
 pub mod protos;
@@ -15,7 +16,7 @@ pub use grpc::{CallError, GrpcEndpoint};
 use crate::protos::store::StoreGetRequest;
 use crate::protos::version::VersionResponse;
 use base::error::StepError;
-use grpc::code;
+use framing::Code;
 use protobuf::well_known_types::empty::Empty;
 
 const GET: &str = "containerd.services.sandbox.v1.Store/Get";
@@ -44,7 +45,7 @@ impl SandboxStore {
         let request = StoreGetRequest { sandbox_id: id.to_owned(), ..Default::default() };
         match self.call::<Empty>(what, GET, &request).await {
             Ok(_) => Ok(true),
-            Err(e) if e.is(code::NOT_FOUND) => Ok(false),
+            Err(e) if e.is(Code::NOT_FOUND) => Ok(false),
             Err(e) => Err(e.step()),
         }
     }

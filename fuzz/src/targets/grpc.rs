@@ -1,5 +1,6 @@
-//! A gRPC connection: the frames of HTTP/2 behind its preface, as they come.
+//! A gRPC connection: the frames of HTTP/2 that follow its preface.
 
+use pause_sandboxer::containerd::framing;
 use pause_sandboxer::wire::fuzzing::serve_grpc;
 
 use super::Seeds;
@@ -21,8 +22,8 @@ const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const ACK: u8 = 1;
 
-/// What this caller has in the pings by which it finds that all before them has been read. The
-/// input may have the same; then it hangs up earlier.
+/// The payloads of the pings by which this caller finds that all before them has been read. The
+/// input may have the same pings; then it hangs up earlier.
 const MARKS: [&[u8]; 2] = [b"all read", b"answered"];
 
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
@@ -111,16 +112,9 @@ fn asks(path: &str) -> Vec<(&str, &str)> {
     ]
 }
 
-fn data(message: &[u8]) -> Vec<u8> {
-    let mut bytes = vec![0];
-    bytes.extend((message.len() as u32).to_be_bytes());
-    bytes.extend(message);
-    bytes
-}
-
 fn call(stream: u32, head: &[(&str, &str)], message: &[u8]) -> Vec<u8> {
     let head = frame(HEADERS, END_HEADERS, stream, &fields(head));
-    [head, frame(DATA, END_STREAM, stream, &data(message))].concat()
+    [head, frame(DATA, END_STREAM, stream, &framing::frame(message))].concat()
 }
 
 pub fn seeds() -> Seeds {
@@ -189,9 +183,9 @@ pub fn seeds() -> Seeds {
                 frame(SETTINGS, ACK, 0, b""),
                 frame(HEADERS, 0, 1, first),
                 frame(CONTINUATION, END_HEADERS, 1, second),
-                frame(DATA, 0, 1, &data(id)[..3]),
+                frame(DATA, 0, 1, &framing::frame(id)[..3]),
                 frame(WINDOW_UPDATE, 0, 1, &[0, 0, 255, 255]),
-                frame(DATA, END_STREAM, 1, &data(id)[3..]),
+                frame(DATA, END_STREAM, 1, &framing::frame(id)[3..]),
             ]
             .concat(),
         ),

@@ -1,15 +1,17 @@
-//! A direct client of `containerd.services.sandbox.v1.Controller`: of the sandboxer's own socket,
-//! or of containerd's, which passes the calls on to the controller that a request names.
+//! A direct client of `containerd.services.sandbox.v1.Controller`: on the sandboxer's own socket,
+//! or on containerd's, which passes the calls to the controller that a request names.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
+use containerd_api::framing::NAMESPACE;
 use protobuf::Message;
+use protobuf::well_known_types::any::Any;
 
 /// The controller's messages, and containerd's types in them.
 pub mod api {
-    pub use crate::proto::controller::*;
-    pub use crate::proto::types::{Metric, Platform, Sandbox, sandbox};
+    pub use containerd_api::protos::controller::*;
+    pub use containerd_api::protos::types::{Metric, Platform, Sandbox, sandbox};
 }
 
 use crate::cri::{decode, encode};
@@ -37,7 +39,7 @@ impl Controller {
 
     /// The same, asked in this namespace of containerd's.
     pub fn of_namespace(socket: impl Into<PathBuf>, sandboxer: &str, namespace: &str) -> Self {
-        let client = Client::new(socket).header("containerd-namespace", namespace);
+        let client = Client::new(socket).header(NAMESPACE, namespace);
         Self { client, sandboxer: sandboxer.to_owned() }
     }
 
@@ -212,14 +214,10 @@ impl Controller {
 }
 
 /// A typed payload.
-pub fn any(type_url: &str, value: Vec<u8>) -> protobuf::well_known_types::any::Any {
-    protobuf::well_known_types::any::Any {
-        type_url: type_url.to_owned(),
-        value,
-        ..Default::default()
-    }
+pub fn any(type_url: &str, value: Vec<u8>) -> Any {
+    Any { type_url: type_url.to_owned(), value, ..Default::default() }
 }
 
 fn path(method: &str) -> String {
-    format!("/containerd.services.sandbox.v1.Controller/{method}")
+    format!("containerd.services.sandbox.v1.Controller/{method}")
 }

@@ -8,11 +8,11 @@ use protobuf::Message;
 /// CRI's messages.
 #[allow(ambiguous_glob_reexports, reason = "both have a `file_descriptor`, which no test uses")]
 pub mod api {
-    pub use crate::proto::cri::*;
-    pub use crate::proto::cri_runtime::*;
+    pub use containerd_api::protos::cri::*;
+    pub use containerd_api::protos::cri_runtime::*;
 }
 
-use crate::grpc::{Answers, Client, INTERNAL, Status};
+use crate::grpc::{AnswerStream, Client, INTERNAL, Status};
 
 /// The default deadline of a call; more than any call of a sane node takes.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -269,8 +269,8 @@ impl Cri {
     ///
     /// # Errors
     /// UNAVAILABLE when there is no connection.
-    pub(crate) async fn container_events(&self) -> Result<Answers, Status> {
-        self.client.stream("/runtime.v1.RuntimeService/GetContainerEvents", Vec::new()).await
+    pub(crate) async fn container_events(&self) -> Result<AnswerStream, Status> {
+        self.client.stream("runtime.v1.RuntimeService/GetContainerEvents", Vec::new()).await
     }
 
     /// `Status`: the conditions of the runtime.
@@ -300,7 +300,7 @@ impl Cri {
         let request = api::ImageStatusRequest { image: Some(spec).into(), ..Default::default() };
         let body = self
             .client
-            .unary("/runtime.v1.ImageService/ImageStatus", encode(&request)?, Some(DEADLINE))
+            .unary("runtime.v1.ImageService/ImageStatus", encode(&request)?, Some(DEADLINE))
             .await?;
         Ok(decode::<api::ImageStatusResponse>(&body)?.image.into_option().map(|image| image.id))
     }
@@ -311,18 +311,15 @@ impl Cri {
         request: &impl Message,
         deadline: Duration,
     ) -> Result<A, Status> {
-        let path = format!("/runtime.v1.RuntimeService/{method}");
+        let path = format!("runtime.v1.RuntimeService/{method}");
         decode(&self.client.unary(&path, encode(request)?, Some(deadline)).await?)
     }
 }
 
 pub(crate) fn encode(message: &impl Message) -> Result<Vec<u8>, Status> {
-    message
-        .write_to_bytes()
-        .map_err(|e| Status { code: INTERNAL, message: format!("encode the request: {e}") })
+    message.write_to_bytes().map_err(|e| Status::new(INTERNAL, format!("encode the request: {e}")))
 }
 
 pub(crate) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
-    M::parse_from_bytes(bytes)
-        .map_err(|e| Status { code: INTERNAL, message: format!("decode the answer: {e}") })
+    M::parse_from_bytes(bytes).map_err(|e| Status::new(INTERNAL, format!("decode the answer: {e}")))
 }

@@ -7,7 +7,6 @@ use anyhow::{Result, bail, ensure};
 use tokio::task::JoinHandle;
 
 use crate::cri::{Cri, api, decode};
-use crate::grpc::Status;
 use crate::until;
 
 /// Everything that `GetContainerEvents` has sent since the call.
@@ -37,7 +36,7 @@ impl Events {
                 };
                 match event {
                     Ok(event) => lock(&writer).events.push(event),
-                    Err(Status { code, message }) => break format!("code {code}: {message}"),
+                    Err(status) => break status.to_string(),
                 }
             };
             lock(&writer).ended = Some(reason);
@@ -45,7 +44,7 @@ impl Events {
         Ok(Self { seen, reader })
     }
 
-    /// The kinds of event received so far of a container, or of a sandbox, in order.
+    /// The kinds of event received so far for a container or a sandbox, in order.
     ///
     /// # Errors
     /// The stream has ended.

@@ -59,7 +59,7 @@ pub use program::write_program;
 pub use snapshot::{Snapshot, Thing};
 pub use wait::{fewer, patient, until};
 
-/// The messages of CRI, of the sandbox controller and of NRI.
+/// The messages of NRI.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/proto/mod.rs"));
