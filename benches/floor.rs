@@ -7,13 +7,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use anyhow::Result;
+use kit::controller::any;
 use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary,
-    StartResponse, StatusReport,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, StartResponse,
+    StatusReport,
 };
 use pause_sandboxer::wire::{Server, bind};
 use tokio::sync::watch;
+
+/// Type of an OCI runtime spec in containerd.
+const SPEC: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
 
 /// Ids, and what their waiters wait for.
 #[derive(Debug, Default)]
@@ -54,10 +58,7 @@ impl SandboxService for Floor {
             labels: Default::default(),
             address: "ttrpc+unix:///unused".into(),
             version: 2,
-            spec: Some(Payload {
-                type_url: "types.containerd.io/opencontainers/runtime-spec/1/Spec".into(),
-                value: "{}".into(),
-            }),
+            spec: Some(any(SPEC, b"{}".to_vec())),
         })
     }
 
@@ -100,7 +101,7 @@ impl SandboxService for Floor {
 
     async fn metrics(&self, id: &str) -> Result<Metric, Error> {
         self.find(id)?;
-        Ok(Metric { timestamp: SystemTime::now(), data: Payload::default() })
+        Ok(Metric { timestamp: SystemTime::now(), data: Default::default() })
     }
 
     async fn update(&self, id: &str, _: SandboxInfo, _: Vec<String>) -> Result<(), Error> {

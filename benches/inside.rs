@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use kit::controller::CONFIG_TYPE;
+use kit::controller::{CONFIG_TYPE, any};
 use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::{Controller, SandboxService};
 use pause_sandboxer::pause::native::Native;
-use pause_sandboxer::podsandbox::{CreateRequest, Environment, Payload, SandboxInfo};
+use pause_sandboxer::podsandbox::{CreateRequest, Environment, SandboxInfo};
 use protobuf::Message;
 
 use crate::report::Report;
@@ -91,10 +91,7 @@ impl Inside {
     fn request(&self, id: &str, netns_path: String) -> CreateRequest {
         CreateRequest {
             id: id.into(),
-            options: Some(Payload {
-                type_url: CONFIG_TYPE.into(),
-                value: self.config.clone().into(),
-            }),
+            options: Some(any(CONFIG_TYPE, self.config.clone())),
             netns_path,
             sandbox: Some(SandboxInfo {
                 runtime_name: "io.containerd.runc.v2".into(),

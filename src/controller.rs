@@ -238,12 +238,7 @@ impl SandboxService for Controller {
         self.sandbox(id)?.metrics().await
     }
 
-    async fn update(
-        &self,
-        id: &str,
-        info: SandboxInfo,
-        fields: Vec<String>,
-    ) -> Result<(), Error> {
+    async fn update(&self, id: &str, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
         self.sandbox(id)?.update(info, fields).await
     }
 

@@ -8,9 +8,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary,
     StartResponse, StatusReport,
 };
+use protobuf::well_known_types::any::Any;
 
 /// How long the Wait of an id that begins with `w` is pending.
 const WAIT: Duration = Duration::from_secs(60);
@@ -63,6 +64,11 @@ fn time() -> SystemTime {
     UNIX_EPOCH + Duration::new(1_700_000_000, 5)
 }
 
+/// A typed payload.
+pub fn any(type_url: &str, value: &[u8]) -> Any {
+    Any { type_url: type_url.into(), value: value.into(), ..Default::default() }
+}
+
 impl SandboxService for Fake {
     async fn create(&self, request: CreateRequest) -> Result<(), Error> {
         let result = self.asked(&request.id);
@@ -78,7 +84,7 @@ impl SandboxService for Fake {
             labels: BTreeMap::from([("id".into(), id.into())]),
             address: "ttrpc+unix:///run/x.sock".into(),
             version: 3,
-            spec: Some(Payload { type_url: "spec".into(), value: "{}".into() }),
+            spec: Some(any("spec", b"{}")),
         })
     }
 
@@ -125,10 +131,7 @@ impl SandboxService for Fake {
 
     async fn metrics(&self, id: &str) -> Result<Metric, Error> {
         self.asked(id)?;
-        let data = Payload {
-            type_url: "io.containerd.cgroups.v2.Metrics".into(),
-            value: vec![1, 2].into(),
-        };
+        let data = any("io.containerd.cgroups.v2.Metrics", &[1, 2]);
         Ok(Metric { timestamp: time(), data })
     }
 

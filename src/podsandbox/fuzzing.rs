@@ -10,7 +10,7 @@ use super::{CreateRequest, Error, Phase};
 use crate::config::Config;
 
 pub use super::layout::Layout;
-pub use super::record::{Info, Record, RecordError, RecordStore, RecordedAny, Stage, VERSION};
+pub use super::record::{Record, RecordError, RecordStore, Stage, VERSION};
 pub use super::status::config_json;
 
 /// Checks a request on a node without SELinux.

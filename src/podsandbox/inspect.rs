@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::time::{Duration, SystemTime};
 
+use protobuf::well_known_types::any::Any;
 use serde_json::{Value, json};
 
 use super::actor::Published;
@@ -253,7 +254,7 @@ fn files(jobs: &Jobs) -> Value {
 }
 
 fn known_to_containerd(record: &Record) -> Value {
-    let kind = |blob: &super::record::RecordedAny| blob.type_url.clone();
+    let kind = |blob: &Any| blob.type_url.clone();
     json!({
         "netns_path": record.netns_path,
         "labels": record.info.labels,

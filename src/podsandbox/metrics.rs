@@ -12,8 +12,9 @@ use std::time::SystemTime;
 
 use cgroup_metrics::{READ, V1, V2, v1, v2};
 use protobuf::Message;
+use protobuf::well_known_types::any::Any;
 
-use super::{Metric, Payload};
+use super::Metric;
 use crate::cgroup;
 use crate::cgroup::mounts::{ROOT, unified};
 use crate::error::{IoContext as _, StepError};
@@ -29,16 +30,16 @@ pub fn read_metrics(cgroup_parent: &str) -> Result<Metric, StepError> {
     let unified = unified(root)?;
     let timestamp = SystemTime::now();
     let data = if unified {
-        payload(V2, &v2::read(root, &parent).map_err(failed_read)?)
+        any(V2, &v2::read(root, &parent).map_err(failed_read)?)
     } else {
-        payload(V1, &v1::read(root, &parent).map_err(failed_read)?)
+        any(V1, &v1::read(root, &parent).map_err(failed_read)?)
     };
     Ok(Metric { timestamp, data: data? })
 }
 
-fn payload(name: &str, message: &impl Message) -> Result<Payload, StepError> {
+fn any(name: &str, message: &impl Message) -> Result<Any, StepError> {
     let value = message.write_to_bytes().map_err(io::Error::other).step("encode metrics")?;
-    Ok(Payload { type_url: name.to_owned(), value: value.into() })
+    Ok(Any { type_url: name.to_owned(), value, ..Default::default() })
 }
 
 /// The parent cgroup's path below the root of a hierarchy.

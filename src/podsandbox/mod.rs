@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::SystemTime;
 
-use bytes::Bytes;
+use protobuf::well_known_types::any::Any;
+use serde::{Deserialize, Serialize};
 
 pub use crate::process::Exit;
 pub use base::platform::Platform;
@@ -23,6 +24,7 @@ mod machine;
 mod metrics;
 mod oci_spec;
 mod record;
+mod recorded_any;
 pub mod recover;
 mod restore;
 mod sandbox;
@@ -39,26 +41,21 @@ pub use metrics::usage::Usage;
 pub use sandbox::{Sandbox, UNKNOWN_TIMEOUT};
 pub use validate::check_id;
 
-/// A typed payload that is passed on as it is (`google.protobuf.Any`).
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Payload {
-    /// What the bytes are; containerd uses bare names such as `runtime.v1.PodSandboxConfig`.
-    pub type_url: String,
-    /// The encoded value.
-    pub value: Bytes,
-}
-
-/// What containerd knows of a sandbox (`containerd.types.Sandbox`).
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// What containerd knows of a sandbox (`containerd.types.Sandbox`), as a request carries it and the
+/// record keeps it. The `type_url` of containerd's payloads is a bare name.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SandboxInfo {
     /// Runtime name, such as `io.containerd.runc.v2`.
     pub runtime_name: String,
     /// The runtime handler's options.
-    pub runtime_options: Option<Payload>,
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "recorded_any::option")]
+    pub runtime_options: Option<Any>,
     /// Labels of the sandbox store.
+    #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// Extensions; `metadata` holds CRI's JSON.
-    pub extensions: BTreeMap<String, Payload>,
+    /// Extensions by name; `metadata` holds CRI's JSON.
+    #[serde(default, with = "recorded_any::map")]
+    pub extensions: BTreeMap<String, Any>,
 }
 
 /// The arguments of Create.
@@ -67,7 +64,7 @@ pub struct CreateRequest {
     /// The sandbox id, unchecked.
     pub id: String,
     /// The CRI `PodSandboxConfig`.
-    pub options: Option<Payload>,
+    pub options: Option<Any>,
     /// Bind-mounted network namespace; empty with host network.
     pub netns_path: String,
     /// What containerd knows of the sandbox.
@@ -75,7 +72,7 @@ pub struct CreateRequest {
 }
 
 /// The answer of Start.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StartResponse {
     /// Process id of the pause process on the node.
     pub pid: u32,
@@ -88,7 +85,7 @@ pub struct StartResponse {
     /// Version of the Task API at `address`.
     pub version: u32,
     /// The OCI runtime spec that describes the pause process.
-    pub spec: Option<Payload>,
+    pub spec: Option<Any>,
 }
 
 /// The answer of Status.
@@ -112,10 +109,10 @@ pub struct StatusReport {
 }
 
 /// The answer of Metrics (`containerd.types.Metric`).
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Metric {
     /// When it was read.
     pub timestamp: SystemTime,
     /// `io.containerd.cgroups.v1.Metrics` or `io.containerd.cgroups.v2.Metrics`.
-    pub data: Payload,
+    pub data: Any,
 }

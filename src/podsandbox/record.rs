@@ -15,13 +15,15 @@ use std::time::SystemTime;
 
 use parking_lot::Mutex;
 use protobuf::Message as _;
+use protobuf::well_known_types::any::Any;
 use serde::{Deserialize, Serialize};
 
 use super::error::shorten;
 use super::files::Files;
 use super::layout::Layout;
+use super::recorded_any::RecordedAny;
 use super::selinux::Labels;
-use super::{Error, Payload, SandboxInfo};
+use super::{Error, SandboxInfo};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
 use crate::pause::Plan;
@@ -44,7 +46,7 @@ const LARGEST_STAGE: u64 = 64 << 10;
 const CONFIG_TYPE: &str = "runtime.v1.PodSandboxConfig";
 
 /// What is known of a sandbox across restarts.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// Form of the record.
     pub version: u32,
@@ -57,11 +59,12 @@ pub struct Record {
     /// The files that CRI bind-mounts into containers.
     pub files: Files,
     /// The CRI `PodSandboxConfig`, as it came.
-    pub config: RecordedAny,
+    #[serde(with = "RecordedAny")]
+    pub config: Any,
     /// The netns path, as it came; empty with host network.
     pub netns_path: String,
     /// What containerd knows of the sandbox; Update changes its extensions.
-    pub info: Info,
+    pub info: SandboxInfo,
     /// The pod has this project's own shim instead of its runtime's.
     pub own_shim: bool,
     /// The pod's SELinux labels; empty where it has none.
@@ -87,10 +90,9 @@ impl Record {
 
     /// The runtime of its shim.
     pub fn runtime(&self) -> shim::Runtime {
-        let options = self.info.runtime_options.as_ref();
         shim::Runtime {
             name: self.info.runtime_name.clone(),
-            options: options.map(|blob| (blob.type_url.clone(), blob.value.clone())),
+            options: self.info.runtime_options.clone(),
             own_shim: self.own_shim,
         }
     }
@@ -130,16 +132,6 @@ pub enum Stage {
     },
 }
 
-/// Typed bytes, base64 in the record.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RecordedAny {
-    /// `type_url` of the `Any`.
-    pub type_url: String,
-    /// The value, standard base64 with padding.
-    #[serde(with = "base64_bytes")]
-    pub value: Vec<u8>,
-}
-
 #[cfg(test)]
 impl Record {
     /// A record with this plan, and nothing else.
@@ -150,9 +142,9 @@ impl Record {
             created_at: SystemTime::UNIX_EPOCH,
             plan,
             files: Files { hostname: String::new(), dns: None, shm: true },
-            config: RecordedAny::default(),
+            config: Any::default(),
             netns_path: String::new(),
-            info: Info::default(),
+            info: SandboxInfo::default(),
             own_shim: false,
             labels: Default::default(),
             containerd_namespace: String::new(),
@@ -160,40 +152,7 @@ impl Record {
     }
 }
 
-impl From<&Payload> for RecordedAny {
-    fn from(payload: &Payload) -> Self {
-        Self { type_url: payload.type_url.clone(), value: payload.value.to_vec() }
-    }
-}
-
-/// [`SandboxInfo`] in the record.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Info {
-    /// Runtime name.
-    pub runtime_name: String,
-    /// The runtime handler's options.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub runtime_options: Option<RecordedAny>,
-    /// Labels of the sandbox store.
-    #[serde(default)]
-    pub labels: BTreeMap<String, String>,
-    /// Extensions by name.
-    #[serde(default)]
-    pub extensions: BTreeMap<String, RecordedAny>,
-}
-
-impl From<&SandboxInfo> for Info {
-    fn from(info: &SandboxInfo) -> Self {
-        Self {
-            runtime_name: info.runtime_name.clone(),
-            runtime_options: info.runtime_options.as_ref().map(RecordedAny::from),
-            labels: info.labels.clone(),
-            extensions: info.extensions.iter().map(|(k, v)| (k.clone(), v.into())).collect(),
-        }
-    }
-}
-
-impl Info {
+impl SandboxInfo {
     /// Takes over a field as containerd's own store does (`core/metadata`): `extensions`, `labels`,
     /// or a single one of them as `extensions.KEY`.
     pub fn update(&mut self, given: &SandboxInfo, field: &str) {
@@ -204,13 +163,11 @@ impl Info {
             }
         }
         match field.split_once('.') {
-            None if field == "extensions" => self.extensions = Self::from(given).extensions,
+            None if field == "extensions" => self.extensions.clone_from(&given.extensions),
             None if field == "labels" => self.labels.clone_from(&given.labels),
-            Some(("extensions", key)) => set_or_remove(
-                &mut self.extensions,
-                key,
-                given.extensions.get(key).map(RecordedAny::from),
-            ),
+            Some(("extensions", key)) => {
+                set_or_remove(&mut self.extensions, key, given.extensions.get(key).cloned())
+            }
             Some(("labels", key)) => {
                 set_or_remove(&mut self.labels, key, given.labels.get(key).cloned())
             }
@@ -428,19 +385,6 @@ fn read_limited(path: &Path, largest: u64) -> Result<Vec<u8>, RecordError> {
         return Err(StepError::at(READ, path, io::Error::from_raw_os_error(libc::EFBIG)).into());
     }
     Ok(content)
-}
-
-mod base64_bytes {
-    use base64::{Engine as _, engine::general_purpose::STANDARD};
-    use serde::{Deserialize as _, Deserializer, Serializer, de};
-
-    pub(super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(&STANDARD.encode(bytes))
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
-        STANDARD.decode(String::deserialize(from)?).map_err(de::Error::custom)
-    }
 }
 
 #[cfg(test)]

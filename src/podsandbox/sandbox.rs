@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use protobuf::well_known_types::any::Any;
 use tokio::sync::oneshot;
 
 use super::actor::{Actor, ActorHandle, Entry, Message, Published, abandoned_at};
@@ -15,8 +16,8 @@ use super::record::{Record, Stage};
 use super::restore::FileRestorer;
 use super::validate::{self, Validated};
 use super::{
-    CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, SandboxSummary, StartResponse,
-    StatusReport, inspect, metrics, status,
+    CreateRequest, Error, Exit, Metric, SandboxInfo, SandboxSummary, StartResponse, StatusReport,
+    inspect, metrics, status,
 };
 use crate::error::StepError;
 use crate::id::SandboxId;
@@ -209,7 +210,11 @@ impl Sandbox {
             labels: labels.unwrap_or_default(),
             address: self.jobs.shim.address(),
             version: shim::TASK_VERSION,
-            spec: spec.map(|spec| Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
+            spec: spec.map(|spec| Any {
+                type_url: SPEC_TYPE.to_owned(),
+                value: spec.into(),
+                ..Default::default()
+            }),
         })
     }
 

@@ -10,7 +10,7 @@ use std::time::SystemTime;
 
 use super::error::shorten;
 use super::files::{Dns, Files};
-use super::record::{self, Record, RecordedAny, decode_config};
+use super::record::{self, Record, decode_config};
 use super::selinux::{self, HeldLevel, Selinux};
 use super::{CreateRequest, Error};
 use crate::cgroup;
@@ -90,9 +90,9 @@ pub fn check(
         created_at: SystemTime::now(),
         files: Files { hostname: plan.hostname.clone(), dns, shm: plan.ipc == Namespace::Private },
         plan,
-        config: RecordedAny::from(options),
+        config: options.clone(),
         netns_path: request.netns_path.clone(),
-        info: (&info).into(),
+        info,
         own_shim,
         labels,
         containerd_namespace: config.containerd_namespace.clone(),

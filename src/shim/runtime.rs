@@ -6,16 +6,17 @@ use std::sync::{Arc, Weak};
 use containerd_shim_protos::shim::oci::Options;
 use parking_lot::Mutex;
 use protobuf::Message as _;
+use protobuf::well_known_types::any::Any;
 
 use crate::error::{IoContext as _, StepError};
 
 /// The runtime handler of a pod's shim.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Runtime {
     /// Runtime name, such as `io.containerd.runc.v2`, or an absolute path of a shim.
     pub name: String,
-    /// The handler's options: type and value.
-    pub options: Option<(String, Vec<u8>)>,
+    /// The handler's options.
+    pub options: Option<Any>,
     /// The pod has this project's own shim instead of the runtime's.
     pub own_shim: bool,
 }
@@ -27,8 +28,8 @@ impl Runtime {
     /// They are malformed.
     pub(super) fn runc_options(&self) -> Result<Option<Options>, StepError> {
         match &self.options {
-            Some((kind, value)) if kind.ends_with("containerd.runc.v1.Options") => {
-                Options::parse_from_bytes(value)
+            Some(any) if any.type_url.ends_with("containerd.runc.v1.Options") => {
+                Options::parse_from_bytes(&any.value)
                     .map(Some)
                     .map_err(io::Error::other)
                     .step("decode runtime options")
@@ -63,26 +64,22 @@ mod tests {
     #[test]
     fn equal_runtimes_share_one_value_until_the_last_pod_ends() {
         let runtimes = Runtimes::default();
-        let of = |name: &str, value: &[u8]| {
-            runtimes.share(Runtime {
-                name: name.to_owned(),
-                options: Some(("type".to_owned(), value.to_vec())),
-                own_shim: false,
-            })
+        let runtime = |name: &str, value: &[u8]| Runtime {
+            name: name.to_owned(),
+            options: Some(Any {
+                type_url: "type".to_owned(),
+                value: value.to_vec(),
+                ..Default::default()
+            }),
+            own_shim: false,
         };
-        let first = of("runc", b"1");
-        assert!(Arc::ptr_eq(&first, &of("runc", b"1")));
-        let others = [of("runc", b"2"), of("kata", b"1")];
+        let share = |name: &str, value: &[u8]| runtimes.share(runtime(name, value));
+        let first = share("runc", b"1");
+        assert!(Arc::ptr_eq(&first, &share("runc", b"1")));
+        let others = [share("runc", b"2"), share("kata", b"1")];
         assert!(others.iter().all(|other| **other != *first));
         drop((first, others));
-        assert_eq!(
-            *of("runc", b"1"),
-            Runtime {
-                name: "runc".into(),
-                options: Some(("type".into(), b"1".to_vec())),
-                own_shim: false
-            }
-        );
+        assert_eq!(*share("runc", b"1"), runtime("runc", b"1"));
         assert_eq!(runtimes.0.lock().len(), 1);
     }
 }

@@ -4,11 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use protobuf::MessageField;
-use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 
 use crate::podsandbox::{
-    CreateRequest, Exit, Metric, Payload, Platform, SandboxInfo, StartResponse, StatusReport,
+    CreateRequest, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
 };
 use crate::protos::controller::{
     ControllerCreateRequest, ControllerMetricsResponse, ControllerPlatformResponse,
@@ -31,14 +30,6 @@ pub(super) fn timestamp(time: SystemTime) -> Timestamp {
     Timestamp { seconds, nanos: nanos as i32, ..Default::default() }
 }
 
-fn payload(any: Any) -> Payload {
-    Payload { type_url: any.type_url, value: any.value.into() }
-}
-
-fn any(payload: Payload) -> Any {
-    Any { type_url: payload.type_url, value: payload.value.into(), ..Default::default() }
-}
-
 fn hashed(map: BTreeMap<String, String>) -> HashMap<String, String> {
     map.into_iter().collect()
 }
@@ -47,13 +38,9 @@ pub(super) fn sandbox_info(sandbox: types::Sandbox) -> SandboxInfo {
     let runtime = sandbox.runtime.into_option().unwrap_or_default();
     SandboxInfo {
         runtime_name: runtime.name,
-        runtime_options: runtime.options.into_option().map(payload),
+        runtime_options: runtime.options.into_option(),
         labels: sandbox.labels.into_iter().collect(),
-        extensions: sandbox
-            .extensions
-            .into_iter()
-            .map(|(key, value)| (key, payload(value)))
-            .collect(),
+        extensions: sandbox.extensions.into_iter().collect(),
     }
 }
 
@@ -61,7 +48,7 @@ pub(super) fn sandbox_info(sandbox: types::Sandbox) -> SandboxInfo {
 pub(super) fn create(request: ControllerCreateRequest) -> CreateRequest {
     CreateRequest {
         id: request.sandbox_id,
-        options: request.options.into_option().map(payload),
+        options: request.options.into_option(),
         netns_path: request.netns_path,
         sandbox: request.sandbox.into_option().map(sandbox_info),
     }
@@ -75,7 +62,7 @@ pub(super) fn started(id: String, started: StartResponse) -> ControllerStartResp
         labels: hashed(started.labels),
         address: started.address,
         version: started.version,
-        spec: MessageField::from_option(started.spec.map(any)),
+        spec: started.spec.into(),
         ..Default::default()
     }
 }
@@ -117,7 +104,7 @@ pub(super) fn metric(id: String, metric: Metric) -> ControllerMetricsResponse {
     let metric = types::Metric {
         timestamp: MessageField::some(timestamp(metric.timestamp)),
         id,
-        data: MessageField::some(any(metric.data)),
+        data: MessageField::some(metric.data),
         ..Default::default()
     };
     ControllerMetricsResponse { metrics: MessageField::some(metric), ..Default::default() }
@@ -125,6 +112,8 @@ pub(super) fn metric(id: String, metric: Metric) -> ControllerMetricsResponse {
 
 #[cfg(test)]
 mod tests {
+    use protobuf::well_known_types::any::Any;
+
     use super::*;
 
     #[test]
@@ -141,10 +130,9 @@ mod tests {
 
     #[test]
     fn a_sandbox_keeps_runtime_labels_and_extensions() {
-        let bytes = |text: &str| text.as_bytes().to_vec();
         let blob = |url: &str, value: &str| Any {
             type_url: url.into(),
-            value: bytes(value),
+            value: value.into(),
             ..Default::default()
         };
         let sandbox = types::Sandbox {
@@ -157,15 +145,13 @@ mod tests {
             extensions: HashMap::from([("metadata".into(), blob("m", "{}"))]),
             ..Default::default()
         };
-        let payload =
-            |url: &str, value: &str| Payload { type_url: url.into(), value: bytes(value).into() };
         assert_eq!(
             sandbox_info(sandbox),
             SandboxInfo {
                 runtime_name: "io.containerd.runc.v2".into(),
-                runtime_options: Some(payload("o", "1")),
+                runtime_options: Some(blob("o", "1")),
                 labels: BTreeMap::from([("name".into(), "pod".into())]),
-                extensions: BTreeMap::from([("metadata".into(), payload("m", "{}"))]),
+                extensions: BTreeMap::from([("metadata".into(), blob("m", "{}"))]),
             }
         );
         assert_eq!(sandbox_info(types::Sandbox::default()), SandboxInfo::default());

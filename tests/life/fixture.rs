@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
+use kit::controller::{CONFIG_TYPE, any};
 use nix::mount::{MntFlags, umount2};
 use pause_sandboxer::cgroup::CgroupRef;
 use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::pause::{Driver, Plan};
-use pause_sandboxer::podsandbox::{CreateRequest, Environment, Payload, SandboxInfo};
+use pause_sandboxer::podsandbox::{CreateRequest, Environment, SandboxInfo};
 use pause_sandboxer::process::{Adoption, Exit, Identity, Process};
 use pause_sandboxer::protos::cri::{
     LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
@@ -274,10 +275,7 @@ pub(crate) fn request_with(id: &str, change: impl FnOnce(&mut PodSandboxConfig))
     change(&mut config);
     CreateRequest {
         id: id.into(),
-        options: Some(Payload {
-            type_url: "runtime.v1.PodSandboxConfig".to_owned(),
-            value: config.write_to_bytes().unwrap().into(),
-        }),
+        options: Some(any(CONFIG_TYPE, config.write_to_bytes().unwrap())),
         netns_path: String::new(),
         sandbox: Some(SandboxInfo {
             runtime_name: "io.containerd.runc.v2".to_owned(),

@@ -19,7 +19,7 @@ use fixture::{Node, request, request_with, soon};
 use nix::mount::{MntFlags, umount2};
 use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::{Controller, SandboxService};
-use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, Payload, SandboxInfo};
+use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, SandboxInfo};
 use pause_sandboxer::protos::cri::{
     IDMapping, Int64Value, LinuxSandboxSecurityContext, NamespaceMode, SecurityProfile,
     UserNamespace, security_profile::ProfileType,
@@ -240,7 +240,7 @@ async fn bad_requests_name_the_field_and_leave_nothing() {
             "options",
             with(|r| r.options.as_mut().unwrap().type_url = "google.protobuf.Empty".to_owned()),
         ),
-        ("options", with(|r| r.options.as_mut().unwrap().value = vec![0xff, 0xff].into())),
+        ("options", with(|r| r.options.as_mut().unwrap().value = vec![0xff, 0xff])),
         (
             "netns_path",
             with(|r| {
@@ -323,8 +323,7 @@ async fn an_update_of_one_extension_keeps_the_others() {
     let node = Node::new();
     let controller = node.controller().await;
     let info = |extensions: &[(&str, &str)]| {
-        let payload =
-            |value: &str| Payload { type_url: value.to_owned(), value: Default::default() };
+        let payload = |value: &str| kit::controller::any(value, Vec::new());
         let extensions =
             extensions.iter().map(|(key, value)| ((*key).to_owned(), payload(value))).collect();
         SandboxInfo { extensions, ..request("a").sandbox.unwrap() }

@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use kit::controller::any;
 use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::log_context;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary,
-    StartResponse, StatusReport, Usage,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, StartResponse,
+    StatusReport, Usage,
 };
 use tokio::sync::Notify;
 
@@ -93,7 +94,7 @@ impl SandboxService for Fake {
             labels: BTreeMap::from([("selinux_label".into(), "s0".into())]),
             address: "ttrpc+unix:///run/x.sock".into(),
             version: 2,
-            spec: Some(Payload { type_url: "spec".into(), value: "{}".into() }),
+            spec: Some(any("spec", b"{}".to_vec())),
         })
     }
 
@@ -167,10 +168,7 @@ impl SandboxService for Fake {
 
     async fn metrics(&self, id: &str) -> Result<Metric, Error> {
         outcome(id)?;
-        let data = Payload {
-            type_url: "io.containerd.cgroups.v2.Metrics".into(),
-            value: vec![1, 2].into(),
-        };
+        let data = any("io.containerd.cgroups.v2.Metrics", vec![1, 2]);
         Ok(Metric { timestamp: time(2), data })
     }
 

@@ -107,7 +107,7 @@ fn status(sandbox: &str, verbose: bool) -> c::ControllerStatusRequest {
 }
 
 fn any(url: &str, value: &[u8]) -> Any {
-    Any { type_url: url.into(), value: value.into(), ..Default::default() }
+    kit::controller::any(url, value.to_vec())
 }
 
 fn moment(seconds: i64) -> Option<(i64, i32)> {
@@ -142,9 +142,9 @@ async fn the_nine_rpcs_of_the_controller_carry_everything() {
         assert_eq!(answer.sandbox_id, "a");
         let created = node.sandboxes.created.lock().unwrap().pop().unwrap();
         assert_eq!((created.id.as_str(), created.netns_path.as_str()), ("a", "/run/netns/x"));
-        assert_eq!(created.options.unwrap().value, "cfg");
+        assert_eq!(created.options.unwrap().value, b"cfg");
         assert_eq!(created.sandbox.as_ref().unwrap().runtime_name, "runc");
-        assert_eq!(created.sandbox.unwrap().extensions["metadata"].value, "{}");
+        assert_eq!(created.sandbox.unwrap().extensions["metadata"].value, b"{}");
 
         let start = c::ControllerStartRequest { sandbox_id: id("a"), ..Default::default() };
         let answer: c::ControllerStartResponse = client.call("Start", start).await.unwrap();

@@ -51,8 +51,8 @@ pub struct SandboxContainer {
     pub labels: BTreeMap<String, String>,
     /// Runtime name.
     pub runtime: String,
-    /// The runtime handler's options: type and value.
-    pub runtime_options: Option<(String, Vec<u8>)>,
+    /// The runtime handler's options.
+    pub runtime_options: Option<Any>,
     /// The OCI runtime spec, JSON.
     pub spec: Vec<u8>,
 }
@@ -146,19 +146,22 @@ impl Containers {
     /// # Errors
     /// containerd refuses, or does not answer.
     pub async fn create(&self, container: &SandboxContainer) -> Result<RecordOwner, CallError> {
-        let any =
-            |(type_url, value): (String, Vec<u8>)| Any { type_url, value, ..Default::default() };
+        let any = |type_url: &str, value: &[u8]| Any {
+            type_url: type_url.to_owned(),
+            value: value.to_vec(),
+            ..Default::default()
+        };
         let runtime = ContainerRuntime {
             name: container.runtime.clone(),
-            options: container.runtime_options.clone().map(any).into(),
+            options: container.runtime_options.clone().into(),
             ..Default::default()
         };
         let record = Container {
             id: container.id.clone(),
             labels: container.labels.clone().into_iter().collect(),
             runtime: MessageField::some(runtime),
-            spec: MessageField::some(any((SPEC.to_owned(), container.spec.clone()))),
-            extensions: [(MARK.to_owned(), any((MARK.to_owned(), self.mark.clone())))].into(),
+            spec: MessageField::some(any(SPEC, &container.spec)),
+            extensions: [(MARK.to_owned(), any(MARK, &self.mark))].into(),
             sandbox: container.id.clone(),
             ..Default::default()
         };

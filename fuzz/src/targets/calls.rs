@@ -3,15 +3,13 @@
 
 use std::sync::{Arc, LazyLock};
 
-use pause_sandboxer::podsandbox::Payload;
 use pause_sandboxer::protos::{controller as c, inspect as i, types};
 use pause_sandboxer::wire::{Code, Status, fuzzing};
-use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 use tokio::runtime::Runtime;
 
 use super::{Seeds, assert_told};
-use crate::service::{Asked, Fake};
+use crate::service::{Asked, Fake, any};
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
     let builder = &mut tokio::runtime::Builder::new_current_thread();
@@ -97,15 +95,9 @@ fn one<Q: Message, A: Message>(
     check(&request, &asked);
 }
 
-fn same(payload: Option<&Payload>, any: Option<&Any>) {
-    let (payload, any) =
-        (payload.map(|p| (&p.type_url, &p.value[..])), any.map(|a| (&a.type_url, &a.value[..])));
-    assert_eq!(payload, any);
-}
-
 fn created(request: &c::ControllerCreateRequest, asked: &Asked) {
     let create = asked.create.as_ref().expect("Create was called");
-    same(create.options.as_ref(), request.options.as_ref());
+    assert_eq!(create.options.as_ref(), request.options.as_ref());
     assert_eq!(create.netns_path, request.netns_path);
     assert_eq!(create.sandbox.is_some(), request.sandbox.is_some());
 }
@@ -115,7 +107,7 @@ fn updated(request: &c::ControllerUpdateRequest, asked: &Asked) {
     assert_eq!(*fields, request.fields);
     assert_eq!(info.labels.len(), request.sandbox.labels.len());
     for (key, extension) in &request.sandbox.extensions {
-        same(info.extensions.get(key), Some(extension));
+        assert_eq!(info.extensions.get(key), Some(extension));
     }
 }
 
@@ -127,21 +119,17 @@ fn call(method: &str, message: &impl Message) -> (String, Vec<u8>) {
     (method.replace('/', "-"), bytes)
 }
 
-fn any(type_url: &str, value: &[u8]) -> MessageField<Any> {
-    MessageField::some(Any { type_url: type_url.into(), value: value.into(), ..Default::default() })
-}
-
 pub fn seeds() -> Seeds {
     let id = || "6f1c2a9be0d4".to_owned();
     let sandbox = || types::Sandbox {
         sandbox_id: id(),
         runtime: MessageField::some(types::sandbox::Runtime {
             name: "io.containerd.runc.v2".into(),
-            options: any("containerd.runc.v1.Options", b"\x48\x01"),
+            options: MessageField::some(any("containerd.runc.v1.Options", b"\x48\x01")),
             ..Default::default()
         }),
         labels: [("io.cri-containerd.kind".into(), "sandbox".into())].into(),
-        extensions: [("metadata".into(), any("m", b"{\"Version\":\"v1\"}").unwrap())].into(),
+        extensions: [("metadata".into(), any("m", b"{\"Version\":\"v1\"}"))].into(),
         ..Default::default()
     };
     let mut seeds = vec![
@@ -149,7 +137,7 @@ pub fn seeds() -> Seeds {
             "Controller/Create",
             &c::ControllerCreateRequest {
                 sandbox_id: id(),
-                options: any("runtime.v1.PodSandboxConfig", b"\x12\x05web-0"),
+                options: MessageField::some(any("runtime.v1.PodSandboxConfig", b"\x12\x05web-0")),
                 netns_path: "/run/netns/cni-1".into(),
                 sandbox: MessageField::some(sandbox()),
                 ..Default::default()

@@ -8,11 +8,12 @@ use pause_sandboxer::cgroup;
 use pause_sandboxer::config::{CgroupDriver, Config};
 use pause_sandboxer::pause::{Namespace, Plan};
 use pause_sandboxer::podsandbox::fuzzing::{Record, check, config_json, describe, resolv_conf};
-use pause_sandboxer::podsandbox::{CreateRequest, Error, Payload, SandboxInfo};
+use pause_sandboxer::podsandbox::{CreateRequest, Error, SandboxInfo};
 use pause_sandboxer::protos::cri;
 use protobuf::{Message, MessageField};
 
 use super::{Seeds, assert_told};
+use crate::service::any;
 
 const TYPE: &str = "runtime.v1.PodSandboxConfig";
 const NETNS: &str = "/proc/self/ns/net";
@@ -44,7 +45,7 @@ pub fn run(input: &[u8]) {
     let config = &CONFIGS[usize::from(*settings) % CONFIGS.len()];
     let request = CreateRequest {
         id: if around & 1 == 0 { "6f1c2a9be0d4" } else { "a.b-c" }.into(),
-        options: Some(Payload { type_url: TYPE.into(), value: message.to_vec().into() }),
+        options: Some(any(TYPE, message)),
         netns_path: if around & 2 == 0 { NETNS } else { "" }.into(),
         sandbox: Some(SandboxInfo {
             runtime_name: if around & 4 == 0 {

@@ -4,9 +4,10 @@
 use std::sync::LazyLock;
 
 use pause_sandboxer::config::Config;
-use pause_sandboxer::podsandbox::fuzzing::{Record, RecordedAny, info};
+use pause_sandboxer::podsandbox::fuzzing::{Record, info};
 
 use super::{Seeds, record};
+use crate::service::any;
 
 /// The parts: extensions of containerd's store by name, or the type of the runtime's options.
 const PARTS: [&str; 4] =
@@ -24,7 +25,7 @@ pub fn run(input: &[u8]) {
     let Some((part, content)) = input.split_first() else { return };
     let mut record = RECORD.clone();
     let name = PARTS[usize::from(*part) % PARTS.len()];
-    let blob = RecordedAny { type_url: name.into(), value: content.into() };
+    let blob = any(name, content);
     if name.contains('.') {
         record.info.runtime_options = Some(blob);
     } else {

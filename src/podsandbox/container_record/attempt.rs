@@ -217,9 +217,13 @@ fn is_own(owner: RecordOwner) -> Result<(), Failure> {
 
 #[cfg(test)]
 mod tests {
+    use containerd_api::framing::Code;
+    use protobuf::Enum as _;
+
     use super::*;
 
-    fn refused(code: u32) -> CallError {
+    fn refused(code: i32) -> CallError {
+        let code = Code::from_i32(code).unwrap();
         let step = StepError::new("create the sandbox's task", io::Error::other("not set"));
         CallError::Refused { code, step }
     }

@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 use super::*;
 use crate::pause::{Plan, UserNamespace};
 use crate::podsandbox::files::Files;
-use crate::podsandbox::record::RecordedAny;
 use crate::protos::cri::{
     LinuxContainerResources, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode,
     NamespaceOption, PodSandboxMetadata,
 };
+use kit::controller::{CONFIG_TYPE, any};
 
 const ID: &str = "4c1e5bd5f4b3c6b3f6a14a4c8d7e9f00112233445566778899aabbccddeeff00";
 const PARENT: &str = "/kubepods.slice/kubepods-burstable.slice/\
@@ -70,10 +70,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
     };
     Record {
         files: Files { hostname: pod.hostname.clone(), dns: None, shm: true },
-        config: RecordedAny {
-            type_url: "runtime.v1.PodSandboxConfig".to_owned(),
-            value: pod.write_to_bytes().unwrap(),
-        },
+        config: any(CONFIG_TYPE, pod.write_to_bytes().unwrap()),
         netns_path: netns.to_owned(),
         ..Record::of_plan(plan)
     }

@@ -56,20 +56,16 @@ fn a_record_with_a_bad_id_is_malformed() {
 
 #[test]
 fn an_update_changes_what_it_names() {
-    let payload = |value: &str| super::super::Payload {
-        type_url: "t".to_owned(),
-        value: value.to_owned().into(),
-    };
+    let payload =
+        |value: &str| Any { type_url: "t".to_owned(), value: value.into(), ..Default::default() };
     let given = SandboxInfo {
         labels: [("a".to_owned(), "2".to_owned())].into(),
         extensions: [("new".to_owned(), payload("2")), ("old".to_owned(), payload("2"))].into(),
         ..Default::default()
     };
-    let before = Info {
+    let before = SandboxInfo {
         labels: [("a".to_owned(), "1".to_owned()), ("b".to_owned(), "1".to_owned())].into(),
-        extensions: ["metadata", "old"]
-            .map(|key| (key.to_owned(), RecordedAny::from(&payload("1"))))
-            .into(),
+        extensions: ["metadata", "old"].map(|key| (key.to_owned(), payload("1"))).into(),
         ..Default::default()
     };
     let after = |field: &str| {

@@ -1,19 +1,19 @@
 //! The runtime handler's options as the built-in controller shows them.
 
 use containerd_shim_protos::shim::oci::Options;
+use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message as _, UnknownValueRef};
 use serde_json::{Map, Value};
 
 use super::go_json;
-use crate::podsandbox::record::RecordedAny;
 
 /// Decodes the options of runc's shim (`containerd.runc.v1.Options`) and those that containerd's
 /// config gives to every other shim (`runtimeoptions.v1.Options`). `None`: there are none.
 ///
 /// # Errors
 /// Why they cannot be shown.
-pub(super) fn decode(options: &RecordedAny) -> Result<Option<Value>, String> {
+pub(super) fn decode(options: &Any) -> Result<Option<Value>, String> {
     // So does the built-in: options that are all default have no bytes.
     if options.value.is_empty() {
         return Ok(None);

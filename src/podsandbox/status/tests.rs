@@ -3,13 +3,14 @@
 use std::time::SystemTime;
 
 use containerd_shim_protos::shim::oci::Options;
+use protobuf::well_known_types::any::Any;
 use protobuf::{EnumOrUnknown, Message as _, MessageField};
 use serde_json::json;
 
 use super::*;
 use crate::pause::Plan;
+use crate::podsandbox::SandboxInfo;
 use crate::podsandbox::files::Files;
-use crate::podsandbox::record::{Info, RecordedAny};
 use crate::process::Exit;
 use crate::protos::cri::security_profile::ProfileType;
 use crate::protos::cri::{
@@ -59,8 +60,8 @@ fn pod() -> PodSandboxConfig {
     }
 }
 
-fn blob(type_url: &str, value: impl Into<Vec<u8>>) -> RecordedAny {
-    RecordedAny { type_url: type_url.to_owned(), value: value.into() }
+fn blob(type_url: &str, value: impl Into<Vec<u8>>) -> Any {
+    Any { type_url: type_url.to_owned(), value: value.into(), ..Default::default() }
 }
 
 fn record(pod: &PodSandboxConfig) -> Record {
@@ -78,7 +79,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
         files: Files { hostname: "web".to_owned(), dns: None, shm: true },
         config: blob("runtime.v1.PodSandboxConfig", pod.write_to_bytes().unwrap()),
         netns_path: "/proc/self/ns/net".to_owned(),
-        info: Info {
+        info: SandboxInfo {
             runtime_name: "io.containerd.runc.v2".to_owned(),
             runtime_options: Some(blob(
                 "containerd.runc.v1.Options",

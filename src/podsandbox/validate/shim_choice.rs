@@ -22,17 +22,21 @@ fn own_fits(info: &SandboxInfo, config: &Config) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use protobuf::well_known_types::any::Any;
+
     use super::*;
     use crate::config::ShimBinaries;
-    use crate::podsandbox::Payload;
 
     const RUNC: &str = "io.containerd.runc.v2";
 
     fn info(runtime: &str, options: Option<&str>) -> SandboxInfo {
         SandboxInfo {
             runtime_name: runtime.to_owned(),
-            runtime_options: options
-                .map(|kind| Payload { type_url: kind.to_owned(), value: vec![1].into() }),
+            runtime_options: options.map(|kind| Any {
+                type_url: kind.to_owned(),
+                value: vec![1],
+                ..Default::default()
+            }),
             ..Default::default()
         }
     }

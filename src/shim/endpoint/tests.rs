@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::shim::oci::Options;
+use kit::controller::any;
 use process_identity::Stat;
 use protobuf::Message as _;
 
@@ -105,7 +106,7 @@ async fn a_pod_whose_shim_has_died_is_removed_on_a_full_file_system() {
     let (shims, _) = make_endpoint_with(full.path(), binary);
     let options = Options { root: "/r".to_owned(), ..Default::default() };
     let value = options.write_to_bytes().unwrap();
-    let options = Some(("containerd.runc.v1.Options".to_owned(), value));
+    let options = Some(any("containerd.runc.v1.Options", value));
     let runtime = Runtime { options, ..Runtime::default() };
     let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
     endpoint.shim.bundle().make_bundle("pod").unwrap();
@@ -225,7 +226,7 @@ async fn a_shim_that_cannot_be_placed_is_recorded_when_its_launch_was_interrupte
     let dir = tempfile::tempdir().unwrap();
     let (shims, _) = make_endpoint(dir.path());
     let options = Options { shim_cgroup: "/no/such/cgroup".to_owned(), ..Default::default() };
-    let options = ("containerd.runc.v1.Options".to_owned(), options.write_to_bytes().unwrap());
+    let options = any("containerd.runc.v1.Options", options.write_to_bytes().unwrap());
     let runtime = Runtime { options: Some(options), ..Runtime::default() };
     let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
     let mut child = recorded(&shims, &endpoint);
