@@ -202,11 +202,9 @@ async fn supervise(
                 SignalEvent::Stop => return Ok(()),
                 SignalEvent::Reload => reload(settings),
             },
-            blocked = watchdog.blocked() => {
-                if watchdog.report(&blocked)
-                    && sd_notify::watchdog_enabled().is_some()
-                    && watchdog.is_still_blocked().await
-                {
+            stalled = watchdog.tick() => {
+                // Without a service manager nothing would restart the daemon.
+                if stalled && sd_notify::watchdog_enabled().is_some() {
                     notify(&[NotifyState::Status("stopping: threads are blocked")]);
                     // A thread in an uninterruptible system call keeps the connections of a killed
                     // daemon open, and their callers would wait for it.

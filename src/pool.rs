@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
+use tokio::time::Instant;
 
 use crate::error::StepError;
 
@@ -63,8 +64,8 @@ pub const THREADS: usize = Class::Start.threads()
     + OTHERS;
 
 impl Class {
-    /// The classes that [`stuck`] probes.
-    pub const PROBED: [Self; 4] = [Self::Start, Self::End, Self::Shim, Self::Query];
+    /// All classes.
+    pub const ALL: [Self; 5] = [Self::Start, Self::End, Self::Shim, Self::Query, Self::Recovery];
 
     /// How many tasks run at once. Further ones wait for a permit in their order, without a thread.
     pub const fn threads(self) -> usize {
@@ -91,6 +92,15 @@ impl Class {
         matches!(self, Self::Shim | Self::Recovery)
     }
 
+    /// How long tasks of the class have waited while none of them got a thread; zero if none waits.
+    ///
+    /// This measures the threads, not the queue: each task that begins sets it back, however many
+    /// are behind it. A task begins as soon as another one ends, so a class is stalled only while
+    /// none of its tasks ends.
+    pub fn stalled(self) -> Duration {
+        self.permits().stalled()
+    }
+
     fn permits(self) -> &'static Permits {
         match self {
             Self::Start => &START,
@@ -108,6 +118,43 @@ struct Permits {
     free: Semaphore,
     /// Permits of overdue tasks, which gave theirs back; `None`: the class has no time limit.
     overdue: Option<Semaphore>,
+    queue: Mutex<Queue>,
+}
+
+/// The tasks of a class that have not begun.
+struct Queue {
+    waiting: usize,
+    /// When the last task began, or the first one that waits was queued. `None`: none waits.
+    since: Option<Instant>,
+}
+
+/// A task that has not begun: it waits for a permit or for a thread.
+struct Waiting(&'static Permits);
+
+impl Waiting {
+    fn new(permits: &'static Permits) -> Self {
+        let mut queue = permits.queue.lock();
+        queue.waiting += 1;
+        queue.since.get_or_insert_with(Instant::now);
+        drop(queue);
+        Self(permits)
+    }
+
+    /// The task has a thread.
+    fn begin(self) {
+        self.0.queue.lock().since = Some(Instant::now());
+    }
+}
+
+impl Drop for Waiting {
+    /// A task whose caller gives up is no progress of the others.
+    fn drop(&mut self) {
+        let mut queue = self.0.queue.lock();
+        queue.waiting -= 1;
+        if queue.waiting == 0 {
+            queue.since = None;
+        }
+    }
 }
 
 /// The permit that a task holds while it runs.
@@ -129,7 +176,13 @@ impl Permits {
     const fn for_class(class: Class) -> Self {
         let overdue =
             if class.releases_overdue() { Some(Semaphore::const_new(OVERDUE)) } else { None };
-        Self { free: Semaphore::const_new(class.threads()), overdue }
+        let queue = Mutex::new(Queue { waiting: 0, since: None });
+        Self { free: Semaphore::const_new(class.threads()), overdue, queue }
+    }
+
+    /// As [`Class::stalled`].
+    fn stalled(&self) -> Duration {
+        self.queue.lock().since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// As [`run`].
@@ -139,13 +192,15 @@ impl Permits {
         task: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, StepError> {
         let ending = || StepError::new("run job", io::Error::other("the runtime is shutting down"));
+        let waiting = Waiting::new(self);
         let permit = self.free.acquire().await.map_err(|_| ending())?;
         let permit: Permit = Arc::new(Mutex::new(Some(permit)));
         let ((sender, receiver), (end, ended)) = (oneshot::channel(), oneshot::channel::<()>());
-        let job = Arc::new(Mutex::new(Some((Arc::clone(&permit), task, sender, end))));
+        let job = Arc::new(Mutex::new(Some((Arc::clone(&permit), waiting, task, sender, end))));
         let queued = Arc::clone(&job);
         let work = move || {
-            let Some((permit, task, sender, end)) = take_slot(&queued) else { return };
+            let Some((permit, waiting, task, sender, end)) = take_slot(&queued) else { return };
+            waiting.begin();
             let done = catch_unwind(AssertUnwindSafe(task)).map_err(|panic| panicked(&*panic));
             // The task holds its permit until here, also when the future is dropped.
             drop(take_slot(&permit));
@@ -198,24 +253,6 @@ pub fn panicked(panic: &(dyn Any + Send)) -> StepError {
     StepError::new("run job", io::Error::other(format!("panicked: {text}")))
 }
 
-/// The probed classes without a free permit within `within`; all of them if the runtime runs
-/// no blocking task at all.
-///
-/// One empty task probes the threads of all classes, because there are as many threads as permits.
-/// A probe of each class would keep more threads alive on an idle node.
-pub async fn stuck(within: Duration) -> Vec<Class> {
-    let probes = Class::PROBED.map(|class| async move {
-        let permit = tokio::time::timeout(within, class.permits().free.acquire()).await;
-        (!matches!(permit, Ok(Ok(_)))).then_some(class)
-    });
-    let stuck: Vec<Class> = futures::future::join_all(probes).await.into_iter().flatten().collect();
-    let Some(free) = Class::PROBED.into_iter().find(|class| !stuck.contains(class)) else {
-        return stuck;
-    };
-    let ran = tokio::time::timeout(within, run(free, || ())).await;
-    if matches!(ran, Ok(Ok(()))) { stuck } else { Class::PROBED.to_vec() }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
@@ -238,17 +275,18 @@ mod tests {
             .build()
             .unwrap();
         runtime.block_on(async {
-            let failed = run(Class::Recovery, || unreachable!()).await.unwrap_err();
+            let permits: &'static Permits = Box::leak(Box::new(Permits::for_class(Class::Query)));
+            let failed = permits.run(|| unreachable!()).await.unwrap_err();
             assert_eq!(
                 failed.to_string(),
                 "start a thread: Resource temporarily unavailable (os error 11)"
             );
-            assert_eq!(stuck(Duration::from_secs(10)).await, Class::PROBED);
+            // The next daemon would have no thread either.
+            assert_eq!(permits.stalled(), Duration::ZERO);
         });
     }
 
-    /// More tasks of one class hang than it has threads: the other classes run, and the probe says
-    /// which class hangs.
+    /// More tasks of one class hang than it has threads: the other classes run.
     #[test]
     fn tasks_that_hang_do_not_block_another_class() {
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -266,16 +304,77 @@ mod tests {
                     tokio::spawn(run(Class::Shim, move || assert!(ended.recv().is_err())))
                 })
                 .collect();
-            while SHIM.free.available_permits() > 0 {
+            while SHIM.stalled() < Duration::from_millis(10) {
                 tokio::task::yield_now().await;
             }
-            assert_eq!(stuck(Duration::from_secs(2)).await, [Class::Shim]);
+            for class in [Class::Start, Class::End, Class::Query] {
+                run(class, || ()).await.unwrap();
+                assert_eq!(class.stalled(), Duration::ZERO, "{}", class.name());
+            }
             drop(ends);
             for hung in hanging {
                 hung.await.unwrap().unwrap();
             }
-            assert_eq!(stuck(Duration::from_secs(10)).await, []);
+            assert_eq!(SHIM.stalled(), Duration::ZERO);
         });
+    }
+
+    /// As at the boot of a node with many pods and a slow disk: the last task waits for much longer
+    /// than any task runs.
+    #[tokio::test(start_paused = true)]
+    async fn a_long_queue_is_not_a_stall_while_its_tasks_end() {
+        const TASK: Duration = Duration::from_secs(8);
+        let permits: &'static Permits = Box::leak(Box::new(Permits::for_class(Class::Start)));
+        let mut ends = Vec::new();
+        let tasks: Vec<_> = (0..10 * Class::Start.threads())
+            .map(|_| {
+                let (end, ended) = mpsc::channel::<()>();
+                ends.push(end);
+                tokio::spawn(permits.run(move || assert!(ended.recv().is_err())))
+            })
+            .collect();
+        let mut waiting = ends.len() - Class::Start.threads();
+        only_wait(permits, waiting).await;
+        for (number, task) in tasks.into_iter().enumerate() {
+            tokio::time::advance(TASK).await;
+            let expected = if waiting > 0 { TASK } else { Duration::ZERO };
+            assert_eq!(permits.stalled(), expected, "task {number}");
+            // The end of this one is the beginning of the next.
+            ends[number] = mpsc::channel().0;
+            assert!(finishes(&task).await);
+            waiting = waiting.saturating_sub(1);
+            only_wait(permits, waiting).await;
+            assert_eq!(permits.stalled(), Duration::ZERO, "task {number}");
+        }
+    }
+
+    /// Callers that give up are replaced by others: that is no progress.
+    #[tokio::test(start_paused = true)]
+    async fn a_class_whose_tasks_all_hang_is_stalled() {
+        const STEP: Duration = Duration::from_secs(10);
+        let permits: &'static Permits = Box::leak(Box::new(Permits::for_class(Class::Start)));
+        let mut ends = Vec::new();
+        for _ in 0..Class::Start.threads() {
+            let (end, ended) = mpsc::channel::<()>();
+            ends.push(end);
+            tokio::spawn(permits.run(move || assert!(ended.recv().is_err())));
+        }
+        only_wait(permits, 0).await;
+        tokio::time::advance(STEP).await;
+        assert_eq!(permits.stalled(), Duration::ZERO, "no task waits");
+        let first = tokio::spawn(permits.run(|| ()));
+        only_wait(permits, 1).await;
+        tokio::time::advance(STEP).await;
+        assert_eq!(permits.stalled(), STEP);
+        let second = tokio::spawn(permits.run(|| ()));
+        only_wait(permits, 2).await;
+        first.abort();
+        only_wait(permits, 1).await;
+        tokio::time::advance(STEP).await;
+        assert_eq!(permits.stalled(), 2 * STEP);
+        ends.pop();
+        assert!(finishes(&second).await);
+        assert_eq!(permits.stalled(), Duration::ZERO);
     }
 
     /// The clock does not advance by itself while blocking tasks run.
@@ -298,6 +397,17 @@ mod tests {
             tokio::task::yield_now().await;
         }
         task.is_finished()
+    }
+
+    /// Waits until so many tasks are left without a thread, and all others have begun.
+    async fn only_wait(permits: &Permits, tasks: usize) {
+        // Not before all of them are queued.
+        pass(Duration::ZERO).await;
+        let begun = std::time::Instant::now();
+        while permits.queue.lock().waiting != tasks {
+            assert!(begun.elapsed() < Duration::from_secs(30), "{tasks} tasks do not wait");
+            tokio::task::yield_now().await;
+        }
     }
 
     /// As records or shims that wait for a file system that does not answer, more than there are

@@ -1,85 +1,92 @@
-//! Keep-alives for the service manager's watchdog.
+//! Keep-alives for the service manager's watchdog, and the daemon's own look at its threads.
+//!
+//! A keep-alive shows that the runtime runs: a daemon that is stopped, or whose tasks block each
+//! other, sends none. That the threads for blocking work make no progress is another matter: usually
+//! a disk does not answer. A restart does not end a thread that is in an uninterruptible system
+//! call, and it fails the calls that would succeed after the disk has recovered. So the daemon
+//! exits only after [`MAX_STALLED`], and by itself: it can close its connections, which a killed
+//! process with such a thread cannot.
 
 use std::time::Duration;
 
-use pause_sandboxer::pool;
+use pause_sandboxer::pool::{self, Class};
 use sd_notify::NotifyState;
 use tokio::time::{Interval, MissedTickBehavior};
 
 use super::notify;
 
-/// Classes of threads that must work for a keep-alive. A task of another class can hang in the
-/// kernel; a restart does not end it, and would interrupt starts and queries.
-const KEEP_ALIVE: [pool::Class; 2] = [pool::Class::Start, pool::Class::Query];
+/// The classes that a restart is for. A removal or a shim can hang in the kernel; a restart does
+/// not end it, and would interrupt starts and queries.
+const RESTARTED: [Class; 2] = [Class::Start, Class::Query];
 
-/// How many keep-alives are withheld before the daemon stops by itself. The first is missing after
-/// at most half of the service manager's timeout, the next a quarter later: it stops before it is
-/// killed.
-const MAX_WITHHELD: u32 = 2;
+/// For how many timeouts of the watchdog none of the waiting tasks of a class may get a thread. Two
+/// minutes with the packaged unit: kubelet's default `runtimeRequestTimeout`.
+const MAX_STALLED: u32 = 2;
 
-/// Sends keep-alives while threads make progress; that tasks run is not enough, as threads do the
-/// blocking work.
+/// Sends the keep-alives.
 pub(super) struct Watchdog {
     ticks: Interval,
-    /// How long a class of threads may be blocked. With the wait for the next tick it is less than
-    /// the service manager's timeout.
-    max_blocked: Duration,
-    /// Keep-alives that were withheld in sequence.
-    withheld: u32,
+    timeout: Duration,
 }
 
 impl Watchdog {
-    /// A watchdog with this timeout.
-    pub(super) fn new(within: Duration) -> Self {
-        let max_blocked = within / 4;
-        let mut ticks = tokio::time::interval(max_blocked.max(Duration::from_millis(1)));
+    /// A watchdog with the service manager's timeout.
+    pub(super) fn new(timeout: Duration) -> Self {
+        let mut ticks = tokio::time::interval((timeout / 4).max(Duration::from_millis(1)));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        Self { ticks, max_blocked, withheld: 0 }
+        Self { ticks, timeout }
     }
 
-    /// Waits for the next tick; the classes of threads that are blocked.
-    pub(super) async fn blocked(&mut self) -> Vec<pool::Class> {
+    /// Waits for the next tick and sends a keep-alive. Returns whether the daemon needs a restart,
+    /// because a class of threads has stalled for too long.
+    pub(super) async fn tick(&mut self) -> bool {
         self.ticks.tick().await;
-        pool::stuck(self.max_blocked).await
-    }
-
-    /// Whether threads that pods need are blocked for another sixth of the timeout: the last look
-    /// before the service manager kills the daemon.
-    pub(super) async fn is_still_blocked(&self) -> bool {
-        let blocked = pool::stuck(self.max_blocked * 2 / 3).await;
-        blocked.iter().any(|class| KEEP_ALIVE.contains(class))
-    }
-
-    /// Sends a keep-alive, unless threads are blocked that pods need. True if so many were withheld
-    /// in sequence that the service manager is about to kill the daemon.
-    pub(super) fn report(&mut self, blocked: &[pool::Class]) -> bool {
-        let withheld = blocked.iter().any(|class| KEEP_ALIVE.contains(class));
+        notify(&[NotifyState::Watchdog]);
+        // The empty task keeps one thread alive: if pods use up all process ids, no other can be
+        // started.
+        if Class::Query.stalled().is_zero() {
+            drop(tokio::spawn(pool::run(Class::Query, || ())));
+        }
+        let stalled = |class: &Class, longest| class.stalled() >= longest;
+        let blocked: Vec<Class> =
+            Class::ALL.into_iter().filter(|class| stalled(class, self.timeout / 4)).collect();
         if !blocked.is_empty() {
             let names: Vec<&str> = blocked.iter().map(|class| class.name()).collect();
-            log::error!(
-                threads = names.join(", "), keep_alive = !withheld;
-                "all threads of a class are blocked"
-            );
+            log::error!(threads = names.join(", "); "all threads of a class are blocked");
         }
-        self.withheld = if withheld { self.withheld + 1 } else { 0 };
-        if !withheld {
-            notify(&[NotifyState::Watchdog]);
-        }
-        self.withheld >= MAX_WITHHELD
+        RESTARTED.iter().any(|class| stalled(class, self.timeout * MAX_STALLED))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
+    use tokio::time::Instant;
+
     use super::*;
 
-    #[tokio::test(start_paused = true)]
-    async fn the_daemon_stops_before_it_is_killed() {
-        let mut watchdog = Watchdog::new(Duration::from_secs(60));
-        let mut report = |class| watchdog.report(&[class]);
-        assert!(!report(pool::Class::Start));
-        assert!(!report(pool::Class::Recovery), "a keep-alive starts the count again");
-        assert!(!report(pool::Class::Start));
-        assert!(report(pool::Class::Query));
+    #[tokio::test]
+    async fn the_daemon_needs_a_restart_when_all_starts_hang_for_long() {
+        const TIMEOUT: Duration = Duration::from_millis(100);
+        let mut watchdog = Watchdog::new(TIMEOUT);
+        let mut ends = Vec::new();
+        let tasks: Vec<_> = (0..=Class::Start.threads())
+            .map(|_| {
+                let (end, ended) = mpsc::channel::<()>();
+                ends.push(end);
+                tokio::spawn(pool::run(Class::Start, move || assert!(ended.recv().is_err())))
+            })
+            .collect();
+        let begun = Instant::now();
+        while !watchdog.tick().await {
+            assert!(begun.elapsed() < Duration::from_secs(30), "it needs none");
+        }
+        assert!(begun.elapsed() >= TIMEOUT * MAX_STALLED);
+        drop(ends);
+        for task in tasks {
+            task.await.unwrap().unwrap();
+        }
+        assert!(!watchdog.tick().await);
     }
 }
