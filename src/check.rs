@@ -19,12 +19,12 @@ mod smoke;
 pub use shims::examine as shims;
 
 /// Examines the node, in the order in which problems must be solved.
-pub fn run(config: &Config) -> Vec<Finding> {
+pub async fn run(config: &Config) -> Vec<Finding> {
     let mut findings = kernel::examine();
     findings.extend(capabilities::examine(config));
     findings.extend(cgroup::examine());
-    findings.extend(smoke::examine(config));
-    findings.extend(mounts::examine(config));
+    findings.extend(smoke::examine(config).await);
+    findings.extend(mounts::examine(config).await);
     findings
 }
 

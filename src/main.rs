@@ -8,12 +8,13 @@ use std::time::{Duration, SystemTime};
 
 use node::check::{self, DaemonFindings, Level};
 use pause_sandboxer::cli::{
-    self, Command, ConfigCommand, DOWN, Format, SettingsSource, WARNED, table, watch::ListWatch,
+    self, Command, ConfigCommand, DOWN, Format, NEEDED, SettingsSource, WARNED, table,
+    watch::ListWatch,
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
-use pause_sandboxer::enable::{self, Disablement, Enablement, RestartBy};
-use pause_sandboxer::error::StepError;
+use pause_sandboxer::enable::{self, Disablement, Enablement, NodeChange, RestartBy};
+use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::oci_image;
 use pause_sandboxer::pause::binary::{PROGRAM, SELFTEST};
 use pause_sandboxer::selftest::{self, Selftest};
@@ -56,7 +57,10 @@ impl From<client::ClientError> for CommandFailure {
 
 fn main() -> ExitCode {
     let done = match cli::parse(std::env::args_os()) {
-        Ok(cli) => run(cli.command),
+        Ok(cli) => match cli.command {
+            Command::Serve(settings) => serve(&settings),
+            command => block_on(run(command)),
+        },
         Err(error) => error.exit(),
     };
     done.unwrap_or_else(|CommandFailure { reason, status }| {
@@ -66,30 +70,43 @@ fn main() -> ExitCode {
     })
 }
 
-fn run(command: Command) -> Result<ExitCode, CommandFailure> {
+fn serve(settings: &SettingsSource) -> Result<ExitCode, CommandFailure> {
+    daemon::serve(&settings.load()?, settings)
+        .inspect_err(|step| log::error!("daemon exits: {step}"))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs a command other than `serve`, which has a runtime of its own.
+fn block_on(
+    command: impl Future<Output = Result<ExitCode, CommandFailure>>,
+) -> Result<ExitCode, CommandFailure> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.step("make the runtime")?.block_on(command)
+}
+
+async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
-        Command::Serve(settings) => daemon::serve(&settings.load()?, &settings)
-            .inspect_err(|step| log::error!("daemon exits: {step}"))?,
-        Command::List { watch: true, settings, .. } => watch(&settings)?,
+        Command::Serve(settings) => return serve(&settings),
+        Command::List { watch: true, settings, .. } => watch(&settings).await?,
         Command::List { output, settings, .. } => {
-            let all = Client::connect(&settings.load()?)?.list(true)?;
+            let all = Client::connect(&settings.load()?).await?.list(true).await?;
             print(&match output {
                 Format::Json => pretty(&table::list_json(&all)),
                 Format::Text => table::list(&all, SystemTime::now()),
             })?;
         }
         Command::Inspect { id, output, settings } => {
-            let report = Client::connect(&settings.load()?)?.inspect(&id)?;
+            let report = Client::connect(&settings.load()?).await?.inspect(&id).await?;
             print(&match output {
                 Format::Json => pretty(&report),
                 Format::Text => table::report(&report),
             })?;
         }
-        Command::Stats { once, interval, settings } => stats(once, interval, &settings)?,
-        Command::Check(options) => return check(&options),
-        Command::Enable(options) => enable(&options)?,
-        Command::Disable(options) => disable(&options)?,
-        Command::Selftest(options) => selftest(&options)?,
+        Command::Stats { once, interval, settings } => stats(once, interval, &settings).await?,
+        Command::Check(options) => return check(&options).await,
+        Command::Enable(options) => enable(&options).await?,
+        Command::Disable(options) => return disable(&options).await,
+        Command::Selftest(options) => selftest(&options).await?,
         Command::Config(ConfigCommand::Default) => print(&Config::default().to_toml())?,
         Command::Config(ConfigCommand::Show(settings)) => print(&settings.load()?.to_toml())?,
         Command::Image { output } => write_image(output.as_deref())?,
@@ -98,17 +115,17 @@ fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
+async fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
     let subject = check::Subject {
         config: options.settings.load()?,
         containerd_config: options.containerd_config.clone(),
         containerd_program: options.containerd.clone(),
     };
     let own = DaemonFindings {
-        first: pause_sandboxer::check::run(&subject.config),
+        first: pause_sandboxer::check::run(&subject.config).await,
         shims: &|runtimes| pause_sandboxer::check::shims(runtimes, &subject.config),
     };
-    let findings = check::run(&subject, own);
+    let findings = check::run(&subject, own).await;
     print(&match options.output {
         Format::Json => pretty(&findings.iter().map(check::Finding::to_json).collect()),
         Format::Text => findings.iter().map(|finding| format!("{finding}\n")).collect(),
@@ -126,51 +143,48 @@ fn say(line: String) {
     let _ = print(&format!("{line}\n"));
 }
 
-/// The node that a command changes, and how containerd is restarted.
-fn node(change: &cli::Change) -> Result<(check::Subject, Option<RestartBy>), CommandFailure> {
+/// The node that a command changes, and how.
+fn node(change: &cli::Change) -> Result<NodeChange, CommandFailure> {
     let subject = check::Subject {
         config: change.settings.load()?,
         containerd_config: change.containerd_config.clone(),
         containerd_program: change.containerd.clone(),
     };
     let by = change.restart_command.clone().map_or(RestartBy::Systemd, RestartBy::Command);
-    Ok((subject, change.restart.then_some(by)))
-}
-
-fn enable(options: &cli::Enable) -> Result<(), CommandFailure> {
-    let change = &options.change;
-    let (subject, restart) = node(change)?;
-    let wanted = Enablement {
+    Ok(NodeChange {
         subject,
         settings: enable::settings_file(change.settings.file.as_deref()),
+        dry_run: change.dry_run,
+        restart: change.restart.then_some(by),
+        within: Duration::from_secs(change.timeout.into()),
+    })
+}
+
+async fn enable(options: &cli::Enable) -> Result<(), CommandFailure> {
+    let wanted = Enablement {
+        change: node(&options.change)?,
         pause_program: PROGRAM,
         handler: options.handler.clone(),
         options_of: options.options_of.clone(),
         default: options.default,
         offline: options.offline,
-        dry_run: change.dry_run,
-        restart,
-        within: Duration::from_secs(change.timeout.into()),
     };
-    enable::enable(&wanted, &mut say).map_err(|e| e.to_string().into())
+    enable::enable(&wanted, &mut say).await.map_err(|e| e.to_string().into())
 }
 
-fn disable(options: &cli::Disable) -> Result<(), CommandFailure> {
-    let change = &options.change;
-    let (subject, restart) = node(change)?;
-    let wanted = Disablement {
-        subject,
-        settings: enable::settings_file(change.settings.file.as_deref()),
-        dry_run: change.dry_run,
-        json: options.output == Format::Json,
-        wait: options.wait,
-        restart,
-        within: Duration::from_secs(change.timeout.into()),
-    };
-    enable::disable(&wanted, &mut say).map_err(|e| e.to_string().into())
+async fn disable(options: &cli::Disable) -> Result<ExitCode, CommandFailure> {
+    let change = node(&options.change)?;
+    if options.check {
+        let need = enable::need(&change.subject).await.map_err(|e| e.to_string())?;
+        print(&need.to_string())?;
+        return Ok(if need.is_needed() { NEEDED.into() } else { ExitCode::SUCCESS });
+    }
+    let wanted = Disablement { change, wait: options.wait };
+    enable::disable(&wanted, &mut say).await.map_err(|e| e.to_string())?;
+    Ok(ExitCode::SUCCESS)
 }
 
-fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
+async fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
     let wanted = Selftest {
         subject: check::Subject {
             config: options.settings.load()?,
@@ -183,35 +197,35 @@ fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
         restart: options.restart_sandboxer.then(|| options.restart_command.clone()),
         within: Duration::from_secs(options.timeout.into()),
     };
-    let report = selftest::run(&wanted, &mut say).map_err(|e| e.to_string())?;
+    let report = selftest::run(&wanted, &mut say).await.map_err(|e| e.to_string())?;
     print(&report.table)?;
     report.failed.map_or(Ok(()), |failed| Err(failed.to_string().into()))
 }
 
 /// Prints each change of the list, until interrupted.
-fn watch(settings: &SettingsSource) -> Result<(), CommandFailure> {
-    let client = Client::connect(&settings.load()?)?;
+async fn watch(settings: &SettingsSource) -> Result<(), CommandFailure> {
+    let client = Client::connect(&settings.load()?).await?;
     let mut watch = ListWatch::default();
     loop {
-        print(&watch.next(&client.list(true)?, SystemTime::now()))?;
-        std::thread::sleep(WATCH_INTERVAL);
+        print(&watch.next(&client.list(true).await?, SystemTime::now()))?;
+        tokio::time::sleep(WATCH_INTERVAL).await;
     }
 }
 
 /// Shows the resource usage of the pods, until interrupted or once.
-fn stats(once: bool, interval: u32, settings: &SettingsSource) -> Result<(), CommandFailure> {
+async fn stats(once: bool, interval: u32, settings: &SettingsSource) -> Result<(), CommandFailure> {
     let once = once || !io::stdout().is_terminal();
-    let client = Client::connect(&settings.load()?)?;
+    let client = Client::connect(&settings.load()?).await?;
     let mut stats = table::Stats::default();
     loop {
-        let shown = stats.next(&client.list(true)?, SystemTime::now());
+        let shown = stats.next(&client.list(true).await?, SystemTime::now());
         if once {
             return Ok(print(&shown)?);
         }
         // Moves to the upper left corner and erases each old line just before it is rewritten,
         // which avoids flicker (ECMA-48 CUP, EL, ED).
         print(&format!("\x1b[H{}\x1b[J", shown.replace('\n', "\x1b[K\n")))?;
-        std::thread::sleep(Duration::from_secs(interval.into()));
+        tokio::time::sleep(Duration::from_secs(interval.into())).await;
     }
 }
 

@@ -325,7 +325,7 @@ fn tests_that_are_named_exist() {
     let below = |dir: &str| -> String {
         files(dir, "rs").iter().map(|path| fs::read_to_string(path).unwrap()).collect()
     };
-    let everything = below("src") + &below("tests") + &below("runc-shim");
+    let everything = ["src", "crates", "tests", "runc-shim"].map(below).concat();
     let (stages, makefile) = (file("tests/vm/stages"), file("Makefile"));
     let exists = |name: &str, place: Option<&str>| {
         let sources = match place.map(|place| (root().join(place), place)) {

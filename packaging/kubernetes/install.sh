@@ -35,7 +35,6 @@ program=/usr/local/bin/pause-sandboxer
 shim=/usr/local/bin/pause-sandboxer-runc-shim
 packaged=/usr/bin/pause-sandboxer
 units=/etc/systemd/system
-etc=/etc/containerd
 # Exists from the first change of a file until the daemon has been restarted, so that the next run
 # completes an interrupted installation. `enable` completes an interrupted `enable`.
 unfinished=/var/lib/pause-sandboxer.unfinished
@@ -95,8 +94,29 @@ relabel() {
 }
 
 # Does so if there are pods, or if that is unknown.
-relabel_for_pods() {
-    if ! alive=$(pods) || [ -n "$alive" ]; then relabel; fi
+relabel_for_pods() { ! has_pods || relabel; }
+
+# Succeeds if there are pods, or if that is unknown.
+has_pods() { has pod || [ $? = 2 ]; }
+
+# Prints what needs the sandboxer, a fact per line that begins with its kind: `pod`, `default`, and
+# what does not keep it: `config`, `unread`. Has the status 75 if something needs it; with any other
+# status but 0 it is unknown.
+needs() {
+    if [ -e "$host$program" ]; then
+        node $program disable --check
+    elif [ -n "$(ls "$host$state/sandboxes" 2>/dev/null)" ]; then
+        say "pods have records in $state, but $program is missing: install it again" >&2
+        return 1
+    fi
+}
+
+# has KIND: succeeds if there is such a fact; has the status 2 if that is unknown.
+has() {
+    status=0
+    facts=$(needs) || status=$?
+    [ $status = 0 ] || [ $status = $needed ] || return 2
+    printf '%s\n' "$facts" | grep -q "^$1: "
 }
 
 # Succeeds if the node's sandboxer is that of a package. This is not a failure of the script,
@@ -148,7 +168,7 @@ install_all() {
         node $program check || check_failed
     else
         # The default handler serves every pod of the node: it must be one that works.
-        if without_default && [ -z "$(defaults)" ]; then
+        if without_default && ! has default; then
             enable "$others" --restart
             node $program check || check_failed "; the handler is not the node's default"
         fi
@@ -180,7 +200,7 @@ check_failed() {
     say "check failed (see above)${1-}" >&2
     # Sets `others`; an earlier command may have had --default.
     without_default || :
-    if [ "$edit" = true ] && [ -n "$(defaults)" ]; then
+    if [ "$edit" = true ] && { has default || [ $? = 2 ]; }; then
         say "undoing --default"
         # Whether it succeeds or not: the label is set.
         if (enable "$others" --restart); then
@@ -189,12 +209,12 @@ check_failed() {
             say "--default is not undone (see above)" >&2
         fi
     fi
-    if running=$(pods) && [ -z "$running" ]; then
+    if ! has_pods; then
         # On a full disk the label matters more.
         (begin $unlabelled) || :
         mark '"false"'
         # A pod may have arrived before the label changed.
-        if running=$(pods) && [ -z "$running" ]; then
+        if ! has_pods; then
             rm -f "$host$unlabelled"
             die "the node has the label $label=false and gets no pods of the RuntimeClass"
         fi
@@ -209,100 +229,19 @@ check_failed() {
     die "the label is unchanged: a kubelet that restarts without it terminates running pods"
 }
 
-# Prints the directories that may have records of pods: the default, that of the daemon's settings,
-# and those of the notes that daemons leave beside their socket.
-state_dirs() {
-    {
-        echo $state
-        node $program config show 2>/dev/null | sed -n 's|^state_dir = "\(.*\)"$|\1|p'
-        for note in "$host$state"/*.state; do
-            [ ! -f "$note" ] || { cat "$note" && echo; }
-        done
-    } | while IFS= read -r dir; do
-        # A link in the path leads elsewhere in this container.
-        node readlink -f "$dir" </dev/null || echo "$dir"
-    done | sort -u
-}
-
-# Prints the pods with a sandbox of this daemon. If the daemon does not answer, because it is down
-# or recovers its pods, prints its records.
-pods() {
-    if listed=$(node $program list); then
-        echo "$listed" | tail -n +2
-        return
-    fi
-    state_dirs | while IFS= read -r dir; do
-        [ -d "$host$dir/sandboxes" ] || continue
-        find "$host$dir/sandboxes" -mindepth 1 -maxdepth 1 \
-            -printf '%f (the daemon does not answer)\n' || exit 1
-    done
-}
-
-# Prints the changes of `disable` as JSON, with a key or an item per line.
-plan() { node $program disable --dry-run --output json; }
-
-# Prints the string of a key in such a plan on stdin.
-value() { sed -n "s|^  \"$1\": \"\(.*\)\",*\$|\1|p"; }
-
-# Prints the items of a list in such a plan on stdin.
-items() { sed -n "/^  \"$1\": \[\$/,/^  \]/s|^    \"\(.*\)\",*\$|\1|p"; }
-
-# Prints containerd's config file with what it imports, and the files next to the drop-in of
-# `enable`: only the program knows where a running containerd has its config. If it fails,
-# only the other files are printed.
-config_files() {
-    removal=$(plan 2>/dev/null) || removal=
-    {
-        printf '%s\n' $etc/config.toml "$etc/conf.d/*.toml"
-        sed '/^[[:space:]]*#/d' "$host$etc/config.toml" 2>/dev/null |
-            grep -oE "[\"'][^\"']+\.toml[\"']" | tr -d "\"'" | sed "s|^[^/]|$etc/&|"
-        printf '%s\n' "$removal" | value containerd_config
-        printf '%s\n' "$removal" | value drop_in | sed 's|[^/]*$|*.toml|'
-    } | sort -u | while read -r pattern; do
-        IFS=
-        for file in $host$pattern; do
-            [ ! -f "$file" ] || echo "${file#"$host"}"
-        done
-    done
-}
-
-# Prints the files that make the handler the node's default. containerd does not serve CRI with an
-# unknown default handler.
-defaults() {
-    key="^[^#]*default_runtime_name[\"']?[[:space:]]*=[[:space:]]*"
-    config_files | while read -r file; do
-        handler=runc-pause
-        # shellcheck disable=SC2016 # no command
-        if head -n 1 "$host$file" | grep -q '^# Written by `pause-sandboxer enable`;'; then
-            # Such a file has the key only with --default. --handler names any handler.
-            handler="[^\"']+"
-        fi
-        if grep -Eqs "${key}[\"']${handler}[\"']" "$host$file"; then
-            echo "$file"
-        fi
-    done
-}
-
-# Ends the script if something needs the sandboxer.
+# Ends the script if something needs the sandboxer, or if that is unknown.
 exit_if_needed() {
-    if ! alive=$(pods); then
+    status=0
+    facts=$(needs) || status=$?
+    [ $status != 0 ] || return 0
+    if [ $status != $needed ]; then
         relabel
-        die "cannot read the records of pods (see above)"
+        die "it is unknown what needs the sandboxer (see above)"
     fi
-    [ -z "$alive" ] || relabel
-    made_default=$(defaults)
-    if [ -n "$made_default" ]; then
-        say "waiting: the node's default handler is of this sandboxer"
-        say "run \`pause-sandboxer enable --restart\` with its earlier options, such as --handler"
-        say "and --offline, but without --default; or remove default_runtime_name from these files"
-        say "and restart containerd:"
-        echo "$made_default"
-        exit $needed
-    fi
-    [ -n "$alive" ] || return 0
-    say "waiting for the end of these pods; delete or drain them"
-    say "(remove runtimeClassName from their workloads first, or cordon the node):"
-    echo "$alive"
+    ! printf '%s\n' "$facts" | grep -q '^pod: ' || relabel
+    say "waiting for what needs the sandboxer: delete or drain the pods (remove runtimeClassName"
+    say "from their workloads first, or cordon the node), and undo a default handler:"
+    echo "$facts"
     exit $needed
 }
 
@@ -313,20 +252,7 @@ remove_handler() {
         node $program disable --restart || die "cannot remove the handler from containerd"
         return 0
     fi
-    removal=$(plan) || die "cannot read containerd's config (see above)"
-    # Lists with items continue on the next line.
-    if printf '%s\n' "$removal" | grep -qE '^  "(changes|stale_handlers)": \[$'; then
-        left=$(node $program disable --dry-run) || die "cannot read containerd's config (see above)"
-    else
-        # Handlers, and files that `enable` has not written, which containerd may not have read. The
-        # path is the default directory of the daemon's socket.
-        left=$(
-            printf '%s\n' "$removal" | items handlers | sed 's|^|runtime handler |'
-            config_files | while read -r file; do
-                grep -Es "^[^#]*$state/" "$host$file" | sed "s|^|$file:|"
-            done
-        )
-    fi
+    left=$(needs) || die "cannot read containerd's config, or it is needed again (see above)"
     [ -n "$left" ] || return 0
     say "containerd's config has the handler:"
     echo "$left"

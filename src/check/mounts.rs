@@ -13,10 +13,12 @@ const SUBJECT: &str = "mounts";
 
 /// Compares the mount namespaces of the running daemon and of containerd. No finding if one of them
 /// does not run, which others report.
-pub(super) fn examine(config: &Config) -> Vec<Finding> {
+pub(super) async fn examine(config: &Config) -> Vec<Finding> {
     // The lock of the daemon that answers has its pid.
-    let answers = Client::connect(config).and_then(|client| client.list(false)).is_ok();
+    let answers = async { Client::connect(config).await?.list(false).await };
     let holder = answers
+        .await
+        .is_ok()
         .then(|| std::fs::read_to_string(config.state_dir.join("lock")))
         .and_then(Result::ok);
     let Some(pid) = holder.and_then(|text| text.trim().parse::<u32>().ok()) else {

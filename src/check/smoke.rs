@@ -18,12 +18,11 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Starts a pause process with its own namespaces and a cgroup in the root of every hierarchy, and
 /// kills it.
-pub(super) fn examine(config: &Config) -> Vec<Finding> {
+pub(super) async fn examine(config: &Config) -> Vec<Finding> {
     let advice = "the failed step shows what is not permitted: see the privileges above, and the \
                   security modules and seccomp filters of this process";
-    let tried =
-        Native::new().and_then(|driver| attempt(&driver, &plan(config.restrict_oom_score_adj)?));
-    vec![match tried {
+    let tried = async { attempt(&Native::new()?, &plan(config.restrict_oom_score_adj)?).await };
+    vec![match tried.await {
         Ok(()) => Finding::ok(SUBJECT, "can be started and killed"),
         Err(step) => {
             Finding::fail(SUBJECT, format!("cannot be started and killed: {step}"), advice)
@@ -42,17 +41,11 @@ fn plan(restricted: bool) -> Result<Plan, StepError> {
     })
 }
 
-fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), StepError> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .step("make a runtime")?;
-    runtime.block_on(async {
-        let pause = driver.start(plan)?;
-        // The runtime has nothing else to do.
-        pause.kill().and_then(|()| pause.thaw())?;
-        let exit = tokio::time::timeout(EXIT_TIMEOUT, pause.exited()).await;
-        let cleaned = driver.cleanup(&plan.cgroup_ref()).map_err(|mut steps| steps.swap_remove(0));
-        exit.map(drop).step("wait for the exit of the pause process").and(cleaned)
-    })
+async fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), StepError> {
+    let pause = driver.start(plan)?;
+    // The runtime has nothing else to do.
+    pause.kill().and_then(|()| pause.thaw())?;
+    let exit = tokio::time::timeout(EXIT_TIMEOUT, pause.exited()).await;
+    let cleaned = driver.cleanup(&plan.cgroup_ref()).map_err(|mut steps| steps.swap_remove(0));
+    exit.map(drop).step("wait for the exit of the pause process").and(cleaned)
 }

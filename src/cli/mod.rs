@@ -17,6 +17,9 @@ pub mod watch;
 pub const DOWN: u8 = 3;
 /// Exit status of `check --strict` whose worst finding is a warning.
 pub const WARNED: u8 = 4;
+/// Exit status of `disable --check` where pods need the sandboxer, or new ones would (EX_TEMPFAIL of
+/// sysexits.h).
+pub const NEEDED: u8 = 75;
 
 /// The meanings of all exit statuses; clap exits with 2.
 const STATUSES: &str = "\
@@ -25,7 +28,8 @@ Exit status:
   1  failure, with the reason on standard error; check: pods cannot run
   2  invalid command line
   3  list, inspect, stats: the daemon cannot be reached
-  4  check --strict: pods can run, but there are warnings";
+  4  check --strict: pods can run, but there are warnings
+  75 disable --check: pods need the sandboxer, or new ones would";
 
 /// External sandboxer for containerd 2.x: creates and removes the sandboxes of Kubernetes pods.
 #[derive(Debug, Parser)]
@@ -194,9 +198,10 @@ pub struct Disable {
     /// Wait until no pod uses the handler
     #[arg(long)]
     pub wait: bool,
-    /// Output format of --dry-run
-    #[arg(short, long, default_value = "text", requires = "dry_run")]
-    pub output: Format,
+    /// Print what needs the sandboxer, and change nothing: exit status 75 if pods need it, or its
+    /// handler is containerd's default
+    #[arg(long, conflicts_with_all = ["wait", "restart", "dry_run"])]
+    pub check: bool,
     /// What to change.
     #[command(flatten)]
     pub change: Change,

@@ -84,17 +84,12 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     ensure!(dry.contains("-[plugins.") && dry.contains(".runtimes.runc-pause]"), "{dry}");
     ensure!(dry.contains("/pause-sandboxer.toml\n+++ /dev/null\n"), "{dry}");
     // The packages' scripts read this.
-    let plan = etc.run(&["disable", "--dry-run", "--output", "json"]).well()?;
-    let plan: serde_json::Value = serde_json::from_str(&plan)?;
-    let main = etc.node.layout().containerd_config();
-    ensure!(plan["containerd_config"] == main.display().to_string(), "{plan}");
-    let drop_in = plan["drop_in"].as_str().unwrap_or_default();
-    ensure!(fs::read_to_string(drop_in)?.contains(HANDLER), "{plan}");
-    let changes = plan["changes"].as_array().unwrap();
-    ensure!(changes.contains(&drop_in.into()), "{plan}");
-    ensure!(plan["handlers"] == serde_json::json!([HANDLER]), "{plan}");
-    ensure!(plan["stale_handlers"] == serde_json::json!([]), "{plan}");
-    ensure!(plan["diff"].as_str().is_some_and(|diff| dry.trim_end() == diff.trim_end()), "{plan}");
+    let needs = etc.run(&["disable", "--check"]).well()?;
+    let drop_in = etc.drop_in().display().to_string();
+    for fact in [format!("runtime handler {HANDLER}"), format!("file {drop_in}")] {
+        ensure!(needs.contains(&format!("config: {fact}\n")), "{fact}: {needs}");
+    }
+    ensure!(!needs.contains("default: ") && !needs.contains("pod: "), "{needs}");
     ensure!(etc.files() == complete, "a dry run has written");
     etc.with_restart(&["disable"], always).await?.well()?;
     let mut left = etc.files();
@@ -105,6 +100,8 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     ensure!(etc.dump()? == merged, "the merged config is another");
     let again = etc.with_restart(&["disable"], always).await?.well()?;
     ensure!(again.contains("does not name this sandboxer"), "{again}");
+    let needs = etc.run(&["disable", "--check"]).well()?;
+    ensure!(needs.is_empty(), "{needs}");
     Ok(())
 }
 
@@ -198,6 +195,7 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     ensure!(said.contains("--wait") && etc.files() == before, "{said}");
     // containerd must not start without a daemon that has pods.
     etc.node.stop_sandboxer().await?;
+    etc.run(&["disable", "--check"]).refused("pod: default/web (")?;
     let said = etc.with_restart(&["enable"], always).await?;
     let said = said.refused("start it first")?;
     ensure!(etc.files() == before, "the files are not as before: {said}");

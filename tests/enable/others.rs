@@ -71,6 +71,9 @@ async fn a_wait_for_the_pods_of_the_default_handler_is_announced(node: Arc<Node>
     let way = "`pause-sandboxer enable --restart --offline`";
     let said = etc.run(&["disable"]).refused("1 pod: default/web (")?;
     ensure!(said.contains(way), "{said}");
+    let said = etc.run(&["disable", "--check"]).refused("pod: default/web (")?;
+    let default = "default: runc-pause is containerd's default handler, for new pods: run ";
+    ensure!(said.contains(&format!("{default}{way}")), "{said}");
     let words = ["disable", "--wait"];
     let said = etc.run_until(&words, "waiting for 1 pod", pod.remove()).await?.well()?;
     ensure!(said.contains("runc-pause is the node's default handler"), "{said}");

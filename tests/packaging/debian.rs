@@ -5,9 +5,6 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use clap::CommandFactory as _;
-use pause_sandboxer::cli::table::list_json;
-use pause_sandboxer::client::Sandbox;
-use pause_sandboxer::enable::RemovalPlan;
 use pause_sandboxer::shim::own;
 use toml::Table;
 
@@ -106,167 +103,38 @@ fn manual_pages_and_completions_have_every_command_and_option() {
 /// The first line of the drop-in that `enable` writes.
 const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
-/// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the
-/// shell makes of `list`. `disable --dry-run` prints the file `plan`, or fails; `config show`
-/// prints `settings`, or fails.
-fn removal(root: &Path, list: &str) -> Output {
+/// The script before a removal, on a node below `root` whose `pause-sandboxer disable --check` does
+/// what the shell makes of `answer`.
+fn removal(root: &Path, answer: &str) -> Output {
     let sandboxer = root.join("pause-sandboxer");
-    let stub = format!(
-        "#!/bin/sh\ncase $* in 'disable --dry-run --output json') exec cat {0}/plan ;; \
-         'config show') exec cat {0}/settings ;; \
-         'list --output json') ;; *) exit 9 ;; esac\n{list}\n",
-        root.display()
-    );
+    let stub = format!("#!/bin/sh\n[ \"$*\" = 'disable --check' ] || exit 9\n{answer}\n");
     kit::write_program(&sandboxer, stub.as_bytes()).unwrap();
     let root = root.display();
-    let script = file("packaging/debian/scripts/prerm")
-        .replace("/etc/containerd", &format!("{root}/etc/containerd"))
-        .replace("/run/", &format!("{root}/run/"));
+    let script = file("packaging/debian/scripts/prerm").replace("/run/", &format!("{root}/run/"));
     let path = format!("{root}:/usr/bin:/bin");
     Command::new("sh").args(["-c", &script, "prerm", "remove"]).env("PATH", path).output().unwrap()
 }
 
+/// What needs the sandboxer decides the program, and a program that cannot say it is no answer.
 #[test]
-fn a_removal_is_refused_where_new_pods_need_it() {
+fn a_removal_is_refused_where_new_pods_need_it_or_that_is_unknown() {
     let root = tempfile::tempdir().unwrap();
-    let (conf, main) =
-        (root.path().join("etc/containerd/conf.d"), root.path().join("etc/containerd/config.toml"));
-    fs::create_dir_all(&conf).unwrap();
-    assert!(removal(root.path(), "exit 3").status.success(), "there is no containerd");
-    for (path, text) in [
-        (
-            conf.join("pause-sandboxer-default.toml"),
-            "[plugins.x.containerd]\ndefault_runtime_name = \"runc-pause\"\n",
-        ),
-        (main.clone(), "[plugins.x.containerd]\n  default_runtime_name = 'runc-pause'\n"),
+    for (answer, said) in [
+        ("echo 'default: runc-pause'; exit 75", "new pods may need the sandboxer:\n    default: "),
+        ("echo 'default: a'; echo 'pod: b'; exit 75", "    default: a\n    pod: b\n"),
+        ("echo 'unread: x'; echo 'config: y'", "    unread: x\n    config: y\n"),
+        ("echo 'read records: EIO' >&2; exit 1", "(exit status 1):\n    read records: EIO\n"),
+        ("exit 127", "it is unknown what needs the sandboxer (exit status 127)"),
     ] {
-        fs::write(&path, text).unwrap();
-        let output = removal(root.path(), "exit 3");
-        let said = String::from_utf8(output.stdout).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(said.contains(&format!("{} makes runc-pause", path.display())), "{said}");
-        fs::remove_file(&path).unwrap();
+        let output = removal(root.path(), answer);
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains(said) && text.contains("not removed"), "{text}");
+        assert!(text.contains("pause-sandboxer disable --restart"), "{text}");
     }
-    fs::write(&main, "default_runtime_name = \"runc\"\n#default_runtime_name = \"runc-pause\"\n")
-        .unwrap();
-    assert!(removal(root.path(), "exit 3").status.success());
-    // The drop-in names what `--handler` has named; another file's default is not of this program.
-    let drop_in = conf.join("pause-sandboxer.toml");
-    fs::write(&drop_in, format!("{MARK}default_runtime_name = \"small\"\n")).unwrap();
-    let output = removal(root.path(), "exit 3");
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains(&format!("{} makes small the default", drop_in.display())), "{said}");
-    assert!(said.contains("pause-sandboxer enable --handler small --restart"), "{said}");
-    for text in
-        ["default_runtime_name = \"small\"\n", &format!("{MARK}#default_runtime_name = 'x'\n")]
-    {
-        fs::write(&drop_in, text).unwrap();
-        assert!(removal(root.path(), "exit 3").status.success(), "{text}");
-    }
-}
-
-/// In a directory of containerd's `imports`, and where the program alone knows the config file.
-#[test]
-fn a_removal_is_refused_wherever_containerd_has_its_config() {
-    const DEFAULT: &str = "default_runtime_name = 'runc-pause'\n";
-    for (imports, path, is_refused) in [
-        ("imports = ['config.d/*.toml']", "etc/containerd/config.d/x.toml", true),
-        ("imports = [\n  \"ROOT/data/*.toml\",\n]", "data/x.toml", true),
-        ("imports = [\"/none/*.toml\", \"one.toml\"]", "etc/containerd/one.toml", true),
-        ("  # imports = ['config.d/*.toml']", "etc/containerd/config.d/x.toml", false),
-    ] {
-        let root = tempfile::tempdir().unwrap();
-        let at = |path: &str| root.path().join(path);
-        for directory in ["etc/containerd/config.d", "data"] {
-            fs::create_dir_all(at(directory)).unwrap();
-        }
-        let imports = imports.replace("ROOT", &root.path().display().to_string());
-        fs::write(at("etc/containerd/config.toml"), imports + "\nversion = 2\n").unwrap();
-        fs::write(at(path), DEFAULT).unwrap();
-        let output = removal(root.path(), "exit 3");
-        let said = String::from_utf8(output.stdout).unwrap();
-        assert_eq!(!output.status.success(), is_refused, "{path}: {said}");
-        assert_eq!(said.contains(&format!("/{path} makes runc-pause the default")), is_refused);
-    }
-
-    let root = tempfile::tempdir().unwrap();
-    let drop_in = root.path().join("data/my containerd/drop-ins/pause-sandboxer.toml");
-    let main = root.path().join("data/my containerd/config.toml");
-    fs::create_dir_all(drop_in.parent().unwrap()).unwrap();
-    fs::write(&drop_in, format!("{MARK}default_runtime_name = \"small\"\n")).unwrap();
-    assert!(removal(root.path(), "exit 3").status.success(), "the program fails");
-    let shown = drop_in.display();
-    let plan = RemovalPlan {
-        containerd_config: main.display().to_string(),
-        drop_in: shown.to_string(),
-        // The backup of a config file has the default handler from before.
-        diff: "-default_runtime_name = \"runc-pause\"\n".to_owned(),
-        ..RemovalPlan::default()
-    };
-    fs::write(root.path().join("plan"), plan.to_json()).unwrap();
-    let output = removal(root.path(), "exit 3");
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains(&format!("{shown} makes small the default handler")), "{said}");
-    fs::write(&drop_in, MARK).unwrap();
-    assert!(removal(root.path(), "exit 3").status.success());
-    fs::write(&main, DEFAULT).unwrap();
-    let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
-    assert!(said.contains(&format!("{} makes runc-pause", main.display())), "{said}");
-}
-
-/// The default handler of the containerd that runs may be another than that of its files.
-#[test]
-fn a_removal_is_refused_while_containerd_may_have_the_handler_as_its_default() {
-    let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect::<Vec<_>>();
-    let plan = |changes: &[&str], stale: Option<&[&str]>, unread: &[&str]| RemovalPlan {
-        changes: list(changes),
-        stale_handlers: stale.map(list),
-        unread_files: list(unread),
-        diff: "  \"unread_files\": [\n    \"/x\"\n".to_owned(),
-        ..RemovalPlan::default()
-    };
-    let (drop_in, main) = ("/etc/containerd/conf.d/x.toml", "/etc/my containerd.toml");
-    for (plan, named) in [
-        (plan(&[drop_in], Some(&[]), &[main, drop_in]), Some(main)),
-        (plan(&[drop_in], None, &[main]), Some(main)),
-        (plan(&[], Some(&["runc-pause", "small"]), &[main]), Some("    runc-pause\n    small\n")),
-        (plan(&[drop_in], Some(&[]), &[]), None),
-        // containerd has no handler of this sandboxer, so its default is another.
-        (plan(&[], Some(&[]), &[main]), None),
-        (plan(&[], None, &[main]), None),
-    ] {
-        let root = tempfile::tempdir().unwrap();
-        fs::write(root.path().join("plan"), plan.to_json()).unwrap();
-        let output = removal(root.path(), "exit 3");
-        let said = String::from_utf8(output.stdout).unwrap();
-        assert_eq!(output.status.code(), Some(i32::from(named.is_some())), "{plan:?}: {said}");
-        let command = "pause-sandboxer disable --restart";
-        assert_eq!(said.contains(command), named.is_some(), "{said}");
-        assert!(said.contains(named.unwrap_or_default()), "{said}");
-    }
-}
-
-/// The options of `enable` are the complete state: without `--offline` the image is removed, and
-/// without `--options-of` the settings of another handler are copied.
-#[test]
-fn the_advice_of_a_refused_removal_keeps_the_earlier_options() {
-    let root = tempfile::tempdir().unwrap();
-    let conf = root.path().join("etc/containerd/conf.d");
-    fs::create_dir_all(&conf).unwrap();
-    let image = pause_sandboxer::oci_image::NAME;
-    let settings = format!("default_runtime_name = \"runc-pause\"\nsandbox = \"{image}\"\n");
-    let base = "# The handler has the settings of runtime handler \"nvidia\"";
-    for (base, options) in [
-        (String::new(), "--offline"),
-        (format!("{base}.\n"), "--offline"),
-        (format!("{base} (--options-of).\n"), "--offline --options-of nvidia"),
-    ] {
-        fs::write(conf.join("pause-sandboxer.toml"), format!("{MARK}{base}\n{settings}")).unwrap();
-        let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
-        let command = format!("To undo it: pause-sandboxer enable {options} --restart\n");
-        assert!(said.contains(&command), "{said}");
+    for answer in ["exit 0", "echo 'config: runtime handler runc-pause'"] {
+        let output = removal(root.path(), answer);
+        assert!(output.status.success() && output.stdout.is_empty(), "{answer}: {output:?}");
     }
 }
 
@@ -343,25 +211,12 @@ fn an_installation_warns_of_files_that_take_precedence() {
 #[test]
 fn a_removal_names_the_pods_that_are_left() {
     let root = tempfile::tempdir().unwrap();
-    fs::create_dir_all(root.path().join("run/pause-sandboxer/sandboxes/abc")).unwrap();
-    let web = Sandbox {
-        id: "abc".to_owned(),
-        pod: "web".to_owned(),
-        namespace: "default".to_owned(),
-        ..Default::default()
-    };
-    let quarantined = Sandbox { id: "def".to_owned(), ..Default::default() };
-    let list = format!("echo '{:#}'", list_json(&[web, quarantined]));
-    // A daemon that does not respond may have sandboxes.
-    for (list, pod) in
-        [("exit 3", "abc"), (list.as_str(), "default/web\n    sandbox def"), ("echo '[]'", "abc")]
-    {
-        let output = removal(root.path(), list);
-        let said = String::from_utf8(output.stdout).unwrap();
-        assert!(output.status.success(), "{said}");
-        let left = format!("still have a sandbox of this daemon:\n    {pod}\n");
-        assert!(said.contains(&left), "{said}");
-    }
+    let answer = "echo 'pod: default/web (abc)'; echo 'pod: a sandbox (def)'; exit 75";
+    let output = removal(root.path(), answer);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{said}");
+    let left = "still have a sandbox of this daemon:\n    default/web (abc)\n    a sandbox (def)\n";
+    assert!(said.contains(left), "{said}");
 }
 
 /// Sockets, lock and mark are of no use without the daemon; records are, to the next one.

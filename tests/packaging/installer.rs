@@ -5,15 +5,12 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use pause_sandboxer::enable::RemovalPlan;
-
 use super::file;
 use super::kubernetes::DIR;
 
 mod daemon;
 mod default_handler;
 mod label;
-mod records;
 
 /// What an installation that has nothing to change asks for.
 const CHECKED: &str = "systemctl is-active pause-sandboxer.socket\n\
@@ -24,27 +21,11 @@ const CHECKED: &str = "systemctl is-active pause-sandboxer.socket\n\
     /usr/local/bin/pause-sandboxer check\n\
     label {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
 
-/// The text of a plan with a change.
-const CHANGE: &str = "-imports = []\n";
+/// A pod that needs the sandboxer.
+const POD: &str = "pod: default/web (abc)\n";
 
-/// What `disable --dry-run` finds on a node whose containerd has this config file.
-fn removal(containerd_config: &str) -> RemovalPlan {
-    RemovalPlan { containerd_config: containerd_config.to_owned(), ..RemovalPlan::default() }
-}
-
-/// The same with the drop-in of `enable`.
-fn removal_of(drop_in: &str, containerd_config: &str) -> RemovalPlan {
-    RemovalPlan {
-        drop_in: drop_in.to_owned(),
-        changes: vec![drop_in.to_owned()],
-        diff: CHANGE.to_owned(),
-        ..removal(containerd_config)
-    }
-}
-
-/// A node's root and what is done on it: commands are written down, `list` answers what `alive`
-/// holds, or as a daemon that is down where there is `down`; `disable --dry-run` prints
-/// `plan` or `plan.json`, `config show` prints `settings`; the command that `fails` holds fails.
+/// A node's root and what is done on it: commands are written down, `disable --check` prints
+/// what `needs` holds, or fails where there is `unknown`; the command that `fails` holds fails.
 /// Labels are written down as well.
 struct Node(tempfile::TempDir);
 
@@ -63,8 +44,7 @@ impl Node {
         for program in ["pause-sandboxer", "pause-sandboxer-runc-shim"] {
             fs::write(node.path(&format!("dist/{program}")), "program").unwrap();
         }
-        fs::write(node.path("alive"), "SANDBOX\n").unwrap();
-        node.plans(&removal("/etc/containerd/config.toml"));
+        fs::write(node.path("needs"), "").unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
         // The token is received on stdin: every user reads the arguments of a process.
         let curl = "#!/bin/sh\nnode=${0%/*}/..\n\
@@ -77,12 +57,9 @@ impl Node {
         fs::create_dir(node.path("bin")).unwrap();
         kit::write_program(node.path("bin/curl"), curl.as_bytes()).unwrap();
         let stub = format!(
-            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) \
-             [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; \
-             *\" disable --dry-run\") cat {0}/plan ;; \
-             *\" disable --dry-run --output json\") cat {0}/plan.json ;; \
-             *\" config show\") cat {0}/settings ;; \
-             \"readlink -f \"*) readlink -f \"$3\" ;; \
+            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; \
+             *\" disable --check\") [ ! -e {0}/unknown ] || exit 1; cat {0}/needs; \
+             ! grep -qE '^(pod|default): ' {0}/needs || exit 75 ;; \
              \"rm -rf --one-file-system \"*) rm -rf {0}/host$4 ;; esac\n",
             node.0.path().display()
         );
@@ -92,12 +69,6 @@ impl Node {
 
     fn path(&self, name: &str) -> std::path::PathBuf {
         self.0.path().join(name)
-    }
-
-    /// Sets what `disable --dry-run` prints.
-    fn plans(&self, plan: &RemovalPlan) {
-        fs::write(self.path("plan"), format!("{plan}\n")).unwrap();
-        fs::write(self.path("plan.json"), plan.to_json()).unwrap();
     }
 
     fn script(&self, command: &str) -> Output {
@@ -246,7 +217,7 @@ fn containerd_is_changed_by_one_command() {
         let mut command = node.command("uninstall");
         assert!(command.env("EDIT_CONTAINERD_CONFIG", edit).status().unwrap().success());
         let all = node.asked();
-        let how = if edit == "true" { "--restart" } else { "--dry-run --output json" };
+        let how = if edit == "true" { "--restart" } else { "--check" };
         assert!(all.contains(&format!("/usr/local/bin/pause-sandboxer disable {how}\n")), "{all}");
         let restarts = all.matches("pause-sandboxer disable --restart").count();
         assert_eq!(restarts, usize::from(edit == "true"), "{all}");
@@ -258,12 +229,6 @@ fn containerd_is_changed_by_one_command() {
 fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
     let node = Node::new();
     assert!(node.script("install").status.success());
-    let config = node.path("host/etc/containerd/config.toml");
-    let main = "/etc/containerd/config.toml";
-    let stale = RemovalPlan { stale_handlers: Some(vec!["small".to_owned()]), ..removal(main) };
-    // Of another `socket`, so that no file has the path of the default directory.
-    let written = RemovalPlan { handlers: vec!["small".to_owned()], ..removal(main) };
-    let by_hand = "[proxy_plugins.x]\n  address = '/run/pause-sandboxer/sandboxer.sock'\n";
     let mut before = node.files();
     // The label is removed before anything else.
     before.insert("var/lib/pause-sandboxer.unlabelled".to_owned());
@@ -272,31 +237,23 @@ fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
         let mut command = node.command("uninstall");
         command.env("EDIT_CONTAINERD_CONFIG", "false").stderr(Stdio::piped()).output().unwrap()
     };
-    for (plan, text, shown) in [
-        (removal_of("/etc/containerd/conf.d/x.toml", main), "", "-imports = []"),
-        (stale, "", "handlers loaded that /etc/containerd/config.toml no longer defines: small"),
-        (written, "", "\nruntime handler small\n"),
-        (removal(main), by_hand, "/etc/containerd/config.toml:  address"),
-    ] {
-        node.plans(&plan);
-        fs::write(&config, text).unwrap();
+    for fact in ["config: runtime handler small\n", "unread: x\nconfig: file /etc/x.toml\n"] {
+        fs::write(node.path("needs"), fact).unwrap();
         let output = uninstall();
         assert!(!output.status.success(), "{output:?}");
         let said = String::from_utf8_lossy(&output.stdout);
-        assert!(said.contains(shown), "{said}");
+        assert!(said.contains(fact), "{said}");
         let reason = String::from_utf8_lossy(&output.stderr);
         assert!(reason.contains("run `pause-sandboxer disable --restart` on the node"), "{reason}");
         let asked = node.asked();
         assert!(!asked.contains("disable --restart") && !asked.contains("systemctl"), "{asked}");
-        fs::remove_file(&config).unwrap();
         assert_eq!(node.files(), before);
     }
-    let fails = "/usr/local/bin/pause-sandboxer disable --dry-run --output json";
-    fs::write(node.path("fails"), fails).unwrap();
+    fs::write(node.path("unknown"), "").unwrap();
     assert!(!uninstall().status.success());
-    assert_eq!(node.files(), before);
-    fs::write(node.path("fails"), "nothing").unwrap();
-    fs::write(&config, "# /run/pause-sandboxer/ was here\n").unwrap();
+    assert!(node.path("host/usr/local/bin/pause-sandboxer").exists());
+    fs::remove_file(node.path("unknown")).unwrap();
+    fs::write(node.path("needs"), "").unwrap();
     assert!(uninstall().status.success());
     assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
 }
@@ -333,24 +290,27 @@ fn an_uninstallation_waits_for_pods() {
     let node = Node::new();
     assert!(node.script("install").status.success());
     let _ = node.asked();
-    fs::write(node.path("alive"), "SANDBOX\nabc web\n").unwrap();
+    fs::write(node.path("needs"), POD).unwrap();
     for word in ["unneeded", "uninstall"] {
-        node.waits(word, "abc web");
+        node.waits(word, POD.trim());
     }
     // Also by what it labels.
     assert!(!node.asked().contains("label"));
-    fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+    fs::write(node.path("needs"), "").unwrap();
     node.ends();
     // A kubelet that is restarted without the label would have ended the pod: it went after the
     // last look, and before the daemon.
     let asked = node.asked();
     let at = |part: &str| asked.find(part).unwrap_or_else(|| panic!("{part} is not in\n{asked}"));
     assert!(
-        at("ready\":null") < asked.rfind("pause-sandboxer list").unwrap()
-            && at("list") < at("ready\":null"),
+        at("ready\":null") < asked.rfind("pause-sandboxer disable --check").unwrap()
+            && at("disable --check") < at("ready\":null"),
         "{asked}"
     );
-    assert!(asked.rfind("pause-sandboxer list").unwrap() < at("systemctl disable"), "{asked}");
+    assert!(
+        asked.rfind("pause-sandboxer disable --check").unwrap() < at("systemctl disable"),
+        "{asked}"
+    );
 }
 
 /// A pod that comes between the last look and the removal of the label has its label back while it
@@ -362,16 +322,16 @@ fn a_pod_that_arrives_while_the_label_is_removed_restores_it() {
     let _ = node.asked();
     let curl = node.path("bin/curl");
     let script = fs::read_to_string(&curl).unwrap();
-    let pod = "\ncase $2 in *null*) [ -e \"$0.come\" ] || printf 'SANDBOX\\nabc web\\n' \
-        >\"${0%/*}/../alive\"; : >\"$0.come\" ;; esac\n";
+    let pod = "\ncase $2 in *null*) [ -e \"$0.come\" ] || echo 'pod: default/web (abc)' \
+        >\"${0%/*}/../needs\"; : >\"$0.come\" ;; esac\n";
     fs::write(&curl, script + pod).unwrap();
-    node.waits("uninstall", "abc web");
+    node.waits("uninstall", POD.trim());
     let asked = node.asked();
     assert!(
         asked.find("ready\":null").unwrap() < asked.find("ready\":\"true\"").unwrap(),
         "{asked}"
     );
-    fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+    fs::write(node.path("needs"), "").unwrap();
     node.ends();
     assert!(node.asked().contains("ready\":null"));
 }
@@ -379,9 +339,9 @@ fn a_pod_that_arrives_while_the_label_is_removed_restores_it() {
 /// What a node that is broken says of itself is true, and no pod is lost for it.
 #[test]
 fn a_failed_check_takes_no_label_from_a_node_with_pods() {
-    for (alive, label) in [("SANDBOX\n", true), ("SANDBOX\nabc web\n", false)] {
+    for (needs, label) in [("", true), (POD, false)] {
         let node = Node::new();
-        fs::write(node.path("alive"), alive).unwrap();
+        fs::write(node.path("needs"), needs).unwrap();
         fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer check").unwrap();
         let output = node.command("install").stderr(Stdio::piped()).output().unwrap();
         assert!(!output.status.success(), "{output:?}");
@@ -400,73 +360,38 @@ fn a_failed_check_takes_no_label_from_a_node_with_pods() {
 
 #[test]
 fn an_uninstallation_waits_while_the_handler_is_the_default() {
-    let mark = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
-    for (name, text) in [
-        ("pause-sandboxer-default.toml", "default_runtime_name = \"runc-pause\"\n".to_owned()),
-        // `enable --handler small --default`.
-        ("pause-sandboxer.toml", format!("{mark}default_runtime_name = \"small\"\n")),
-    ] {
-        let node = Node::new();
-        assert!(node.script("install").status.success());
-        let _ = node.asked();
-        let conf = node.path("host/etc/containerd/conf.d");
-        fs::create_dir_all(&conf).unwrap();
-        fs::write(conf.join(name), text).unwrap();
-        let other = "# default_runtime_name = \"runc-pause\"\ndefault_runtime_name = \"runc\"\n";
-        for word in ["unneeded", "uninstall"] {
-            node.waits(word, &format!("/etc/containerd/conf.d/{name}"));
-        }
-        fs::write(conf.join(name), other).unwrap();
-        node.ends();
-    }
-}
-
-/// In a directory of containerd's `imports`, and where the program alone knows the config file.
-#[test]
-fn an_uninstallation_looks_wherever_containerd_has_its_config() {
-    let node = Node::new();
-    assert!(node.script("install").status.success());
-    for directory in ["host/etc/containerd/config.d", "host/data/drop-ins"] {
-        fs::create_dir_all(node.path(directory)).unwrap();
-    }
-    let config = node.path("host/etc/containerd/config.toml");
-    fs::write(config, "imports = [\n  'config.d/*.toml',\n]\n").unwrap();
-    let unchanged = removal("/etc/containerd/config.toml");
-    let shown = removal_of("/data/drop-ins/pause-sandboxer.toml", "/data/config.toml");
-    for (path, plan) in [
-        ("/etc/containerd/config.d/x.toml", &unchanged),
-        ("/data/drop-ins/x.toml", &shown),
-        ("/data/config.toml", &shown),
-    ] {
-        let _ = node.asked();
-        node.plans(plan);
-        let file = node.path(&format!("host{path}"));
-        fs::write(&file, "default_runtime_name = 'runc-pause'\n").unwrap();
-        node.waits("uninstall", path);
-        // A handler that an operator has written.
-        fs::write(&file, "address = '/run/pause-sandboxer/sandboxer.sock'\n").unwrap();
-        let mut command = node.command("uninstall");
-        let output = command.env("EDIT_CONTAINERD_CONFIG", "false").output().unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(!output.status.success() && said.contains("has the handler"), "{path}: {said}");
-        assert_eq!(said.contains(&format!("{path}:address")), plan.changes.is_empty(), "{said}");
-        fs::remove_file(file).unwrap();
-    }
-    node.plans(&unchanged);
-    node.ends();
-}
-
-#[test]
-fn a_daemon_that_does_not_answer_does_not_count_as_one_without_pods() {
     let node = Node::new();
     assert!(node.script("install").status.success());
     let _ = node.asked();
+    let default = "default: runc-pause is containerd's default handler";
+    fs::write(node.path("needs"), format!("{default}\n")).unwrap();
+    for word in ["unneeded", "uninstall"] {
+        node.waits(word, default);
+    }
+    fs::write(node.path("needs"), "config: runtime handler runc-pause\n").unwrap();
+    node.ends();
+}
+
+/// A daemon or a containerd that does not answer is not one without pods.
+#[test]
+fn an_uninstallation_fails_while_it_is_unknown_what_needs_the_sandboxer() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let before = node.files();
+    fs::write(node.path("unknown"), "").unwrap();
+    for word in ["unneeded", "uninstall"] {
+        assert_eq!(node.script(word).status.code(), Some(1), "{word}");
+        assert_eq!(node.files(), before, "{word}");
+    }
+    fs::remove_file(node.path("unknown")).unwrap();
+    node.ends();
+    // Without the program its records count.
     let record = node.path("host/run/pause-sandboxer/sandboxes/abc");
     fs::create_dir_all(&record).unwrap();
-    fs::write(node.path("down"), "").unwrap();
-    node.waits("unneeded", "abc (the daemon does not answer)");
+    assert_eq!(node.script("uninstall").status.code(), Some(1));
+    assert!(record.exists());
     fs::remove_dir(&record).unwrap();
-    node.ends();
+    assert!(node.script("uninstall").status.success());
 }
 
 #[test]
@@ -486,7 +411,7 @@ fn a_node_with_the_package_is_left_alone() {
         assert_eq!((node.asked().as_str(), node.files()), ("", before.clone()), "{word}");
     }
     // Its daemon is not of the DaemonSet: one that is stopped does not stop the update either.
-    fs::write(node.path("down"), "").unwrap();
+    fs::write(node.path("fails"), "*list").unwrap();
     assert!(node.script("ready").status.success());
     assert_eq!(node.asked(), "");
 }

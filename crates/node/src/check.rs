@@ -116,12 +116,12 @@ pub struct DaemonFindings<'a> {
 }
 
 /// Examines everything, in the order in which problems must be solved.
-pub fn run(subject: &Subject, own: DaemonFindings<'_>) -> Vec<Finding> {
+pub async fn run(subject: &Subject, own: DaemonFindings<'_>) -> Vec<Finding> {
     let mut findings = own.first;
-    findings.extend(daemon::examine(&subject.config));
+    findings.extend(daemon::examine(&subject.config).await);
     findings.extend(systemd::examine());
-    findings.extend(sandboxes::examine(&subject.config));
-    findings.extend(containerd::examine(subject, own.shims));
+    findings.extend(sandboxes::examine(&subject.config).await);
+    findings.extend(containerd::examine(subject, own.shims).await);
     findings
 }
 

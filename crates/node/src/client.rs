@@ -4,13 +4,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tokio::runtime::Runtime;
 use ttrpc::Code;
 use ttrpc::asynchronous::Client as Connection;
 use ttrpc::context;
 
 use base::config::Config;
-use base::error::{IoContext as _, StepError};
 use containerd_api::protos::inspect::{InspectRequest, ListRequest};
 use containerd_api::protos::inspect_ttrpc::InspectClient;
 
@@ -48,14 +46,10 @@ pub enum ClientError {
     /// No sandbox, or more than one, has that name or id prefix.
     #[error("{0}")]
     NoSuch(String),
-    /// A local step failed.
-    #[error(transparent)]
-    Step(#[from] StepError),
 }
 
 /// A connection to the daemon.
 pub struct Client {
-    runtime: Runtime,
     inspect: InspectClient,
     socket: PathBuf,
 }
@@ -65,31 +59,26 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError::Down`].
-    pub fn connect(config: &Config) -> Result<Self, ClientError> {
+    pub async fn connect(config: &Config) -> Result<Self, ClientError> {
         let socket = config.ttrpc_socket();
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .step("make the runtime")?;
         // A plain connection first, whose error has the errno.
         std::os::unix::net::UnixStream::connect(&socket).map_err(|e| down(&socket, &e))?;
-        let connected =
-            runtime.block_on(Connection::connect(&format!("unix://{}", socket.display())));
+        let connected = Connection::connect(&format!("unix://{}", socket.display())).await;
         let connection = connected.map_err(|e| down(&socket, &io::Error::other(e.to_string())))?;
-        Ok(Self { runtime, inspect: InspectClient::new(connection), socket })
+        Ok(Self { inspect: InspectClient::new(connection), socket })
     }
 
     /// All sandboxes, sorted by id; with their resource usage if `usage` is set.
     ///
     /// # Errors
     /// [`ClientError::Down`], or what the daemon answers.
-    pub fn list(&self, usage: bool) -> Result<Vec<Sandbox>, ClientError> {
+    pub async fn list(&self, usage: bool) -> Result<Vec<Sandbox>, ClientError> {
         let mut all: Vec<Sandbox> = Vec::new();
         loop {
             let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
             let request = ListRequest { after, usage, ..Default::default() };
-            let page = self
-                .wait_for_response(self.inspect.list(context::with_duration(DEADLINE), &request))?;
+            let call = self.inspect.list(context::with_duration(DEADLINE), &request);
+            let page = self.wait_for_response(call).await?;
             let empty = page.sandboxes.is_empty();
             all.extend(page.sandboxes);
             if !page.more || empty {
@@ -103,23 +92,22 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError::NoSuch`], [`ClientError::Down`], or what the daemon answers.
-    pub fn inspect(&self, id: &str) -> Result<serde_json::Value, ClientError> {
-        let all = self.list(false)?;
+    pub async fn inspect(&self, id: &str) -> Result<serde_json::Value, ClientError> {
+        let all = self.list(false).await?;
         let id = resolve(id, &all)?.id.clone();
         let request = InspectRequest { id, ..Default::default() };
-        let json = self
-            .wait_for_response(self.inspect.inspect(context::with_duration(DEADLINE), &request))?
-            .json;
+        let call = self.inspect.inspect(context::with_duration(DEADLINE), &request);
+        let json = self.wait_for_response(call).await?.json;
         serde_json::from_str(&json)
             .map_err(|e| ClientError::Refused(format!("the daemon's response is not JSON: {e}")))
     }
 
     /// Waits for the response of a call.
-    fn wait_for_response<T>(
+    async fn wait_for_response<T>(
         &self,
         call: impl Future<Output = ttrpc::Result<T>>,
     ) -> Result<T, ClientError> {
-        let response = self.runtime.block_on(async { tokio::time::timeout(TIMEOUT, call).await });
+        let response = tokio::time::timeout(TIMEOUT, call).await;
         response.map_err(|_| self.late())?.map_err(|e| self.failed(e))
     }
 
@@ -187,23 +175,18 @@ fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, ClientErro
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_slow_daemon_is_reported_as_recovering() {
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_daemon_is_reported_as_recovering() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("s.sock");
         // As systemd holds it while the daemon recovers: it takes connections and says nothing.
         let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .start_paused(true)
-            .build()
-            .unwrap();
         let address = format!("unix://{}", socket.display());
-        let inspect = InspectClient::new(runtime.block_on(Connection::connect(&address)).unwrap());
-        let client = Client { runtime, inspect, socket };
+        let inspect = InspectClient::new(Connection::connect(&address).await.unwrap());
+        let client = Client { inspect, socket };
         for reason in [
-            client.list(false).unwrap_err().to_string(),
-            client.inspect("x").unwrap_err().to_string(),
+            client.list(false).await.unwrap_err().to_string(),
+            client.inspect("x").await.unwrap_err().to_string(),
         ] {
             assert!(
                 reason

@@ -1,48 +1,47 @@
 //! `pause-sandboxer enable` and `disable`: add this sandboxer to containerd's config and remove it.
 //!
-//! Each reads the config that containerd itself makes of its files, decides what to write, writes
-//! it, and compares what containerd makes of it then. A failed change is rolled back. All files are
-//! replaced as a whole, in an order in which each state between two of them is valid: the drop-in
-//! before its import. A command that is killed is completed by `enable`, or undone by `disable`.
+//! Each reads the node once, including the config that containerd itself makes of its files,
+//! decides what to write, writes it, and compares what containerd makes of it then. A failed change
+//! is rolled back. All files are replaced as a whole, in an order in which each state between two
+//! of them is valid: the drop-in before its import. A command that is killed is completed by
+//! `enable`, or undone by `disable`.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tokio::runtime::Runtime;
-use toml::Table;
-
-use crate::check::Subject;
-use crate::check::containerd::NodeContainerd;
-use crate::oci_image;
 use base::config;
 use base::error::{IoContext as _, StepError, StepErrors};
 use containerd_api::GrpcEndpoint;
 use containerd_api::cri::CriClient;
 use containerd_api::images::{self, PINNED};
+use toml::Table;
 
-mod before_restart;
+use crate::check::Subject;
+use crate::check::containerd::NodeContainerd;
+use crate::oci_image;
+
 mod changes;
-mod diff;
 mod disable;
 mod drop_in;
-mod loaded;
 mod lock;
 mod main_config;
+mod need;
+mod node_state;
 mod plan;
 mod pods;
-mod removal_plan;
 mod restart;
 mod settings;
 mod toml_text;
 mod trust;
 
-use before_restart::UnreadFiles;
-use changes::{Changes, FileChange};
+use changes::{Changes, FileChange, FileState};
 pub use disable::{Disablement, disable};
 use lock::ConfigLock;
 use main_config::{BACKUP, MainConfig};
+pub use need::{Need, need};
+use node_state::{NodeState, directory_of};
 use plan::HandlerPlan;
-pub use removal_plan::RemovalPlan;
+use restart::Restart;
 pub use restart::RestartBy;
 use trust::check_trusted;
 
@@ -52,55 +51,113 @@ const NO_CHANGES: &str = "no file needs a change";
 /// The handler's usual name.
 pub const HANDLER: &str = crate::check::containerd::HANDLER;
 
-/// Why a command failed. Nothing has changed, unless the rollback failed.
+/// Takes each line that a command prints.
+pub type Say<'a> = &'a mut dyn FnMut(String);
+
+/// Why a command failed. Nothing has changed, unless the text says so.
 #[derive(Debug, thiserror::Error)]
-pub enum EnableError {
-    /// A step failed.
-    #[error(transparent)]
-    Step(#[from] StepError),
-    /// Steps failed.
-    #[error("{0}")]
-    Steps(StepErrors),
-    /// The node does not meet a requirement, or containerd does not accept the change.
-    #[error("{0}")]
-    Refused(String),
-    /// Files remain changed, because their rollback failed.
-    #[error("{reason}; rolling back the files failed too: {steps}{services}")]
-    RollbackFailed {
-        /// The reason for the rollback.
-        reason: String,
-        /// The steps of the rollback that failed.
-        steps: StepErrors,
-        /// The state of the services with the current files, after a separator.
-        services: String,
-    },
-}
+#[error("{0}")]
+pub struct EnableError(String);
 
 impl EnableError {
-    /// Appends the state of the services after the rollback.
-    fn with_services(self, more: &str) -> Self {
-        match self {
-            Self::RollbackFailed { reason, steps, services } => {
-                Self::RollbackFailed { reason, steps, services: services + more }
-            }
-            error => Self::Refused(format!("{error}{more}")),
-        }
+    /// The error for a failure, `reason`, whose file changes were rolled back with this result.
+    fn rolled_back(reason: &str, undone: &Result<(), StepErrors>) -> Self {
+        Self(match undone {
+            Ok(()) => format!("{reason}; all file changes are rolled back"),
+            Err(steps) => format!("{reason}; rolling back the files failed too: {steps}"),
+        })
+    }
+
+    /// Appends the state of a service after the rollback.
+    fn and(self, more: &str) -> Self {
+        Self(self.0 + more)
     }
 }
 
-impl From<StepErrors> for EnableError {
-    fn from(steps: StepErrors) -> Self {
-        Self::Steps(steps)
+impl From<String> for EnableError {
+    fn from(reason: String) -> Self {
+        Self(reason)
     }
+}
+
+impl From<StepError> for EnableError {
+    fn from(step: StepError) -> Self {
+        Self(step.to_string())
+    }
+}
+
+fn refuse<T>(reason: impl Into<String>) -> Result<T, EnableError> {
+    Err(EnableError(reason.into()))
+}
+
+/// How a command changes the node.
+#[derive(Clone, Debug)]
+pub struct NodeChange {
+    /// The node.
+    pub subject: Subject,
+    /// The sandboxer's config file.
+    pub settings: PathBuf,
+    /// Show the changes only.
+    pub dry_run: bool,
+    /// How to restart containerd; `None`: no restart.
+    pub restart: Option<RestartBy>,
+    /// Timeout of the restart, until CRI responds.
+    pub within: Duration,
+}
+
+impl NodeChange {
+    fn restart(&self) -> Option<Restart<'_>> {
+        let by = self.restart.as_ref()?;
+        Some(Restart { by, subject: &self.subject, within: self.within })
+    }
+
+    /// The first steps of both commands: checks for root and a containerd, locks the directory of
+    /// its config, and reads the node.
+    async fn begin(&self) -> Result<(Option<ConfigLock>, NodeState), EnableError> {
+        must_be_root()?;
+        self.restart.as_ref().map_or(Ok(()), RestartBy::check)?;
+        let containerd = NodeContainerd::find(&self.subject);
+        let must_restart = self.restart.is_some() && !self.dry_run;
+        if must_restart && containerd.pid.is_none() && self.subject.containerd_config.is_none() {
+            return refuse(format!(
+                "no containerd listens at {}, so its config file is unknown: start containerd \
+                 first, or set containerd_address in {}, or use --containerd-config FILE",
+                self.subject.config.containerd_address.display(),
+                self.settings.display()
+            ));
+        }
+        containerd.supported().await?;
+        // The lock is only for root where only root makes files.
+        check_trusted(&containerd.file)?;
+        // A dry run makes no file.
+        let home = directory_of(&containerd.file);
+        let lock = if self.dry_run { None } else { Some(ConfigLock::take(home)?) };
+        let node = NodeState::read(&self.subject).await?;
+        if must_restart {
+            node.is_of_running()?;
+        }
+        Ok((lock, node))
+    }
+}
+
+fn must_be_root() -> Result<(), EnableError> {
+    if nix::unistd::geteuid().is_root() { Ok(()) } else { refuse("must run as root") }
+}
+
+/// The line for files that containerd has to read, where this command does not restart it.
+fn restart_yourself(containerd: &NodeContainerd) -> String {
+    format!(
+        "restart containerd to load the files: {} (pods keep running, and the daemon must respond \
+         meanwhile)",
+        RestartBy::Systemd.command(&containerd.unit)
+    )
 }
 
 /// The state that `enable` establishes. It is complete: options of earlier commands do not count.
 #[derive(Clone, Debug)]
 pub struct Enablement {
-    /// The node.
-    pub subject: Subject,
-    /// The sandboxer's config file.
-    pub settings: PathBuf,
+    /// The node, and how it is changed.
+    pub change: NodeChange,
     /// The executable of the image that `offline` imports.
     pub pause_program: &'static [u8],
     /// The runtime handler.
@@ -111,186 +168,125 @@ pub struct Enablement {
     pub default: bool,
     /// Import the pause image of the binary, and let containerd use it.
     pub offline: bool,
-    /// Show the changes only.
-    pub dry_run: bool,
-    /// How to restart containerd; `None`: no restart.
-    pub restart: Option<RestartBy>,
-    /// Timeout of the restart, until CRI responds.
-    pub within: Duration,
 }
 
-fn refuse<T>(reason: impl Into<String>) -> Result<T, EnableError> {
-    Err(EnableError::Refused(reason.into()))
+/// What `enable` writes, decided from what was read.
+struct EnablePlan {
+    handler: HandlerPlan,
+    changes: Changes,
+    /// The number of changes of the sandboxer's own settings, which are first.
+    adopted: usize,
+    /// The handlers that containerd loses.
+    lost: Vec<String>,
+    /// What the operator should know before the changes.
+    notes: Vec<String>,
 }
 
-/// The first steps of both commands: check for root and a containerd, and lock the directory of its
-/// config.
-fn begin(
-    subject: &Subject,
-    settings: &Path,
-    restart: Option<&RestartBy>,
-    dry_run: bool,
-) -> Result<(NodeContainerd, MainConfig, Option<ConfigLock>), EnableError> {
-    if !nix::unistd::geteuid().is_root() {
-        return refuse("must run as root");
-    }
-    restart.map_or(Ok(()), RestartBy::check).map_err(EnableError::Refused)?;
-    let node = NodeContainerd::find(subject);
-    let must_restart = restart.is_some() && !dry_run;
-    if must_restart && node.pid.is_none() && subject.containerd_config.is_none() {
-        return refuse(format!(
-            "no containerd listens at {}, so its config file is unknown: start containerd first, \
-             or set containerd_address in {}, or use --containerd-config FILE",
-            subject.config.containerd_address.display(),
-            settings.display()
-        ));
-    }
-    if must_restart {
-        is_of_running(&node)?;
-    }
-    node.supported().map_err(EnableError::Refused)?;
-    let home = node.file.parent().unwrap_or(Path::new("/")).to_owned();
-    // The lock is only for root where only root makes files.
-    check_trusted(&node.file)?;
-    // A dry run makes no file.
-    let lock = if dry_run { None } else { Some(ConfigLock::take(&home)?) };
-    let main = MainConfig::read(&node.file)?;
-    check_trusted(&main.drop_in())?;
-    Ok((node, main, lock))
-}
-
-/// Fails if the running containerd has another config file: its restart would not read the changed
-/// one.
-fn is_of_running(node: &NodeContainerd) -> Result<(), EnableError> {
-    let Some(its_file) = node.file_of_running() else { return Ok(()) };
-    refuse(format!(
-        "the running containerd uses {}, not {}: omit --containerd-config, or omit --restart if \
-         containerd will be started with that file",
-        its_file.display(),
-        node.file.display()
-    ))
-}
-
-fn runtime() -> Result<Runtime, StepError> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().step("make a runtime")
-}
-
-/// Rolls changes back because of `reason`.
-fn roll_back(changes: &Changes, reason: String) -> EnableError {
-    rolled_back(reason, changes.undo())
-}
-
-/// The error for a failure, `reason`, whose file changes were rolled back with this result.
-fn rolled_back(reason: String, rollback: Result<(), StepErrors>) -> EnableError {
-    match rollback {
-        Ok(()) => EnableError::Refused(format!("{reason}; all file changes are rolled back")),
-        Err(steps) => EnableError::RollbackFailed { reason, steps, services: String::new() },
-    }
-}
-
-/// Rolls changes back because of `reason`, and restarts containerd with the resulting files.
-fn restart_after_rollback(
-    changes: &Changes,
-    reason: String,
-    by: &RestartBy,
-    subject: &Subject,
-    within: Duration,
-) -> EnableError {
-    let error = roll_back(changes, reason);
-    let again = runtime()
-        .map_err(|step| step.to_string())
-        .and_then(|runtime| runtime.block_on(restart::restart(by, subject, within, |_| true)));
-    let with = match &error {
-        EnableError::RollbackFailed { .. } => "the current files",
-        _ => "the restored files",
-    };
-    error.with_services(&match again {
-        Ok(()) => format!("; containerd serves CRI with {with}"),
-        Err(reason) => format!("; but containerd does not serve CRI with {with}: {reason}"),
-    })
-}
-
-/// Restarts the daemon, which has read changes that are rolled back because of `error`.
-fn restart_daemon_after_rollback(error: EnableError, within: Duration) -> EnableError {
-    let again = runtime()
-        .map_err(|step| step.to_string())
-        .and_then(|runtime| runtime.block_on(restart::restart_daemon_again(within)));
-    error.with_services(&match again {
-        Ok(()) => "; pause-sandboxer is restarted too".to_owned(),
-        Err(reason) => {
-            format!("; pause-sandboxer may still use the new settings, restart it: {reason}")
+impl EnablePlan {
+    fn new(wanted: &Enablement, node: &NodeState) -> Result<Self, EnableError> {
+        let (path, old) = (&node.drop_in.path, node.drop_in.text.as_deref());
+        node.containerd.has_imports(path)?;
+        let merged = node.merged.clone()?;
+        let handler = HandlerPlan::new(wanted, merged.clone(), old)?;
+        let mut changes = adopt_settings(wanted, &node.main, &merged, &handler.settings)?;
+        let adopted = changes.len();
+        if let Some(other) = node.drop_in.state.as_ref().filter(|_| !node.drop_in.is_ours()) {
+            changes.add(FileChange::copy(path.with_added_extension(BACKUP), other)?);
         }
-    })
+        changes.directory(directory_of(path));
+        let text = handler.drop_in(wanted, &node.main)?;
+        changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
+        node.main.import(path, handler.new_file_version(), &mut changes)?;
+        let undone = old.map(|old| drop_in::undone(old, wanted, &handler.base));
+        let notes = undone.into_iter().flatten().chain(node.main.managed(path)).collect();
+        let mut lost = node.drop_in.handlers();
+        if wanted.change.restart.is_some() {
+            lost.extend(node.stale(&wanted.change.subject.config).unwrap_or_default());
+        }
+        lost.retain(|name| *name != wanted.handler);
+        Ok(Self { handler, changes, adopted, lost, notes })
+    }
 }
 
 /// Adds the sandboxer to containerd's config. `say` gets a line for each thing done.
 ///
 /// # Errors
 /// Nothing has changed, unless the error says so.
-pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), EnableError> {
-    let subject = &wanted.subject;
-    let (node, main, _lock) =
-        begin(subject, &wanted.settings, wanted.restart.as_ref(), wanted.dry_run)?;
-    let path = main.drop_in();
-    node.has_imports(&path).map_err(EnableError::Refused)?;
-    let before = node.dump().map_err(EnableError::Refused)?;
-    let old_state = changes::FileState::read(&path)?;
-    let old = old_state.as_ref().map(|old| String::from_utf8_lossy(&old.bytes).into_owned());
-    let plan = HandlerPlan::new(wanted, before.clone(), old.as_deref())?;
-    let lost = before_restart::lost_handlers(wanted, old.as_deref(), &before)?;
-    before_restart::keep_handlers_in_use(wanted, &lost).map_err(EnableError::Refused)?;
-    let mut changes = adopt_settings(wanted, &main, &before, &plan.settings)?;
-    let adopted = changes.len();
-    let is_ours = old.as_deref().is_some_and(drop_in::is_ours);
-    if let Some(old) = old_state.filter(|_| !is_ours) {
-        changes.add(FileChange::copy(path.with_added_extension(BACKUP), &old)?);
-    }
-    changes.directory(path.parent().unwrap_or(Path::new("/")));
-    let text = plan.drop_in(wanted, &main)?;
-    changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
-    main.import(&path, plan.new_file_version(), &mut changes)?;
-    let undone = old.as_deref().map(|old| drop_in::undone(old, wanted, &plan.base));
-    undone.into_iter().flatten().for_each(&mut *say);
-    main.managed(&path).into_iter().for_each(&mut *say);
-    if wanted.dry_run {
+pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError> {
+    let (change, config) = (&wanted.change, &wanted.change.subject.config);
+    let (_lock, node) = change.begin().await?;
+    let plan = EnablePlan::new(wanted, &node)?;
+    keep_handlers_in_use(config, &plan.lost).await?;
+    plan.notes.iter().cloned().for_each(&mut *say);
+    let changes = &plan.changes;
+    if change.dry_run {
         let diff = changes.diff();
         say(if diff.is_empty() { NO_CHANGES } else { diff.trim_end() }.to_owned());
         return Ok(());
     }
-    let unread = UnreadFiles::find(&node, &main, is_ours.then_some(&path))?;
+    let (has_unread, edited) = node.unread(node.drop_in.is_ours())?;
     // containerd does not read the sandboxer's settings.
-    let is_loaded =
-        changes.len() == adopted && !unread.own && loaded::has(subject, &wanted.handler)?;
-    if wanted.restart.is_some() && !is_loaded {
-        before_restart::daemon_for_default(wanted)?;
-        unread.no_edits(&node)?;
+    let is_loaded = changes.len() == plan.adopted
+        && !has_unread
+        && node.loaded.as_ref().is_some_and(|loaded| loaded.contains(&wanted.handler));
+    if change.restart.is_some() && !is_loaded {
+        if let (true, Err(reason)) = (wanted.default, pods::answering_daemon(config).await) {
+            return refuse(format!(
+                "{reason}; with --default no pod of this node starts without the daemon"
+            ));
+        }
+        node.no_edits(&edited)?;
     }
     if wanted.offline {
-        import_pause(wanted, say)?;
+        import_pause(wanted, say).await?;
     }
     changes.apply()?;
-    let checked = node.dump().and_then(|after| plan.verify(wanted, &after));
-    if let Err(reason) = checked {
-        return Err(roll_back(&changes, reason));
+    let checked = node.containerd.dump().await;
+    if let Err(reason) = checked.and_then(|after| plan.handler.verify(wanted, &after)) {
+        return Err(changes.roll_back(&reason));
     }
     changes.paths().for_each(|path| say(format!("wrote {}", path.display())));
     if changes.is_empty() {
         say(NO_CHANGES.to_owned());
     }
-    let has_adopted = adopted > 0 && restart_daemon(wanted, &changes, say)?;
-    if let Err(reason) = pods::answering_daemon(&subject.config) {
+    let has_adopted = plan.adopted > 0 && restart_daemon(change, changes, say).await?;
+    if let Err(reason) = pods::answering_daemon(config).await {
         say(format!("{reason}; pods of runtime handler {} need the daemon", wanted.handler));
     }
     if is_loaded {
         say(format!("containerd has loaded runtime handler {}", wanted.handler));
         return Ok(());
     }
-    load(wanted, &node, &changes, &lost, say).map_err(|error| match error {
-        error @ (EnableError::Refused(_) | EnableError::RollbackFailed { .. }) if has_adopted => {
-            restart_daemon_after_rollback(error, wanted.within)
+    match load(wanted, &node, &plan, say).await {
+        Err(error) if has_adopted => {
+            Err(restart::daemon_after_rollback(error, change.within).await)
         }
-        error => error,
-    })
+        done => done,
+    }
+}
+
+/// Fails if a pod needs one of the handlers that containerd loses.
+async fn keep_handlers_in_use(config: &config::Config, lost: &[String]) -> Result<(), EnableError> {
+    let cri = CriClient::new(&config.containerd_address);
+    for name in lost {
+        let left = pods::of_cri(&cri, name).await?;
+        if left.is_empty() {
+            continue;
+        }
+        let ours = pods::of_daemon(config).await?;
+        // Only the file that defines a handler restores it.
+        let way = if left.keys().all(|id| ours.contains_key(id)) {
+            format!("keep the handler with --handler {name}")
+        } else {
+            "restore the config file that defines it".to_owned()
+        };
+        return refuse(format!(
+            "this change removes runtime handler {name}, which is used by {}: remove these pods, \
+             or {way}",
+            pods::shown(&left)
+        ));
+    }
+    Ok(())
 }
 
 /// The changes of the sandboxer's own settings.
@@ -301,21 +297,18 @@ fn adopt_settings(
     handler: &Table,
 ) -> Result<Changes, EnableError> {
     let mut changes = Changes::default();
-    let path = &wanted.settings;
-    let state = changes::FileState::read(path)?;
-    let text = state.map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
-    let old = text.clone().unwrap_or_default();
-    let config = &wanted.subject.config;
-    let new = settings::adopt(&old, config, merged, handler)
-        .map_err(|reason| EnableError::Refused(format!("{} {reason}", path.display())))?;
+    let path = &wanted.change.settings;
+    let state = FileState::read(path)?;
+    let old = state.map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
+    let old = old.unwrap_or_default();
+    let new = settings::adopt(&old, &wanted.change.subject.config, merged, handler)
+        .map_err(|reason| format!("{} {reason}", path.display()))?;
     if new != old {
         config::Config::parse(path, &new, &[]).map_err(|e| {
-            EnableError::Refused(format!(
-                "cannot copy a setting of containerd: correct it in containerd's config: {e}"
-            ))
+            format!("cannot copy a setting of containerd: correct it in containerd's config: {e}")
         })?;
         check_trusted(path)?;
-        changes.directory(path.parent().unwrap_or(Path::new("/")));
+        changes.directory(directory_of(path));
         let change = FileChange::new(path.clone(), Some(new.into_bytes()))?;
         // What it adopts may be secret, such as a variable of shims.
         changes.add(main.keep_private(change));
@@ -323,102 +316,86 @@ fn adopt_settings(
     Ok(changes)
 }
 
-fn import_pause(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), EnableError> {
-    let config = &wanted.subject.config;
-    let runtime = runtime()?;
+async fn import_pause(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError> {
+    let config = &wanted.change.subject.config;
     let cri = CriClient::new(&config.containerd_address);
-    if matches!(runtime.block_on(cri.image(oci_image::NAME)), Ok(Some(true))) {
+    if matches!(cri.image(oci_image::NAME).await, Ok(Some(true))) {
         return Ok(());
     }
     let image = oci_image::pause(wanted.pause_program).step("make image")?;
     let endpoint = GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace);
-    runtime.block_on(images::import(&endpoint, &image, &[PINNED]))?;
+    images::import(&endpoint, &image, &[PINNED]).await?;
     say(format!("imported {}", image.name));
     Ok(())
 }
 
 /// Lets the daemon read its settings; whether it has been restarted.
-fn restart_daemon(
-    wanted: &Enablement,
+async fn restart_daemon(
+    change: &NodeChange,
     changes: &Changes,
-    say: &mut dyn FnMut(String),
+    say: Say<'_>,
 ) -> Result<bool, EnableError> {
-    let restarted = match wanted.restart {
-        Some(_) => runtime()?.block_on(restart::restart_daemon(wanted.within)),
+    let restarted = match change.restart {
+        Some(_) => restart::restart_daemon(change.within).await,
         None => Ok(false),
     };
-    let restarted = restarted.map_err(|reason| {
-        restart_daemon_after_rollback(roll_back(changes, reason), wanted.within)
-    })?;
-    let said = if restarted {
-        "restarted pause-sandboxer; pods keep running"
-    } else {
-        "the settings of pause-sandboxer have changed: restart it; pods keep running"
-    };
-    say(said.to_owned());
-    Ok(restarted)
-}
-
-/// The error for a restart of containerd that failed because of `reason`.
-fn not_loaded(
-    wanted: &Enablement,
-    node: &NodeContainerd,
-    changes: &Changes,
-    reason: String,
-    by: &RestartBy,
-) -> EnableError {
-    let earlier = format!(
-        "; the handler was added by an earlier command: to remove it, run `pause-sandboxer disable \
-         --restart --containerd-config {}`",
-        node.file.display()
-    );
-    if changes.is_empty() {
-        // Another restart would be with the same files.
-        return EnableError::Refused(format!("{reason}{earlier}"));
+    match restarted {
+        Ok(true) => say("restarted pause-sandboxer; pods keep running".to_owned()),
+        Ok(false) => {
+            let said =
+                "the settings of pause-sandboxer have changed: restart it; pods keep running";
+            say(said.to_owned());
+        }
+        Err(reason) => {
+            let error = changes.roll_back(&reason);
+            return Err(restart::daemon_after_rollback(error, change.within).await);
+        }
     }
-    let error = restart_after_rollback(changes, reason, by, &wanted.subject, wanted.within);
-    // The files as they were before this command.
-    if node.has_unread_files() { error.with_services(&earlier) } else { error }
+    restarted.map_err(EnableError::from)
 }
 
-/// Restarts containerd, which has to read the files and loses the handlers `lost`.
-fn load(
+/// Restarts containerd, which has to read the files.
+async fn load(
     wanted: &Enablement,
-    node: &NodeContainerd,
-    changes: &Changes,
-    lost: &[String],
-    say: &mut dyn FnMut(String),
+    node: &NodeState,
+    plan: &EnablePlan,
+    say: Say<'_>,
 ) -> Result<(), EnableError> {
-    let (subject, handler) = (&wanted.subject, &wanted.handler);
-    let Some(by) = &wanted.restart else {
-        let command = RestartBy::Systemd.command(&node.unit);
-        say(format!(
-            "restart containerd to load the files: {command} (pods keep running, and the daemon \
-             must respond meanwhile)"
-        ));
+    let (changes, config) = (&plan.changes, &wanted.change.subject.config);
+    let Some(restart) = wanted.change.restart() else {
+        say(restart_yourself(&node.containerd));
         return Ok(());
     };
-    let stopped = pods::of_stopped_daemon(&subject.config)
-        .map_err(|step| roll_back(changes, step.to_string()))?;
+    let stopped = pods::of_stopped_daemon(config).await;
+    let stopped = stopped.map_err(|step| changes.roll_back(&step.to_string()))?;
     if !stopped.is_empty() {
-        let reason = format!(
+        return Err(changes.roll_back(&format!(
             "the daemon does not respond and has {}: start it first (see systemctl status \
              pause-sandboxer), because a containerd that starts without it reports these pods as \
              NotReady",
             pods::shown(&stopped)
-        );
-        return Err(roll_back(changes, reason));
+        )));
     }
     // A pod may have arrived meanwhile.
-    before_restart::keep_handlers_in_use(wanted, lost)
-        .map_err(|reason| roll_back(changes, reason))?;
-    let has_handler = |handlers: &[String]| handlers.contains(handler);
-    let restarted = restart::restart_for(changes, by, subject, wanted.within, has_handler);
-    if let Err(reason) = runtime()?.block_on(restarted) {
-        return Err(not_loaded(wanted, node, changes, reason, by));
+    let used = keep_handlers_in_use(config, &plan.lost).await;
+    used.map_err(|reason| changes.roll_back(&reason.0))?;
+    let handler = &wanted.handler;
+    let Err(reason) = restart.load(changes, |loaded| loaded.contains(handler)).await else {
+        say(format!("restarted containerd: it has loaded runtime handler {handler}"));
+        return Ok(());
+    };
+    let earlier = format!(
+        "; the handler was added by an earlier command: to remove it, run `pause-sandboxer disable \
+         --restart --containerd-config {}`",
+        node.containerd.file.display()
+    );
+    if changes.is_empty() {
+        // Another restart would be with the same files.
+        return refuse(reason + &earlier);
     }
-    say(format!("restarted containerd: it has loaded runtime handler {handler}"));
-    Ok(())
+    let error = restart.after_rollback(changes, &reason).await;
+    // The files as they were before this command.
+    Err(if node.containerd.has_unread_files() { error.and(&earlier) } else { error })
 }
 
 /// The config file of the sandboxer: the one of the command line, or the default.
@@ -433,20 +410,22 @@ mod tests {
     /// `enable` without options.
     pub(super) fn enablement() -> Enablement {
         Enablement {
-            subject: Subject {
-                config: config::Config::default(),
-                containerd_config: None,
-                containerd_program: None,
+            change: NodeChange {
+                subject: Subject {
+                    config: config::Config::default(),
+                    containerd_config: None,
+                    containerd_program: None,
+                },
+                settings: "/nowhere/config.toml".into(),
+                dry_run: true,
+                restart: None,
+                within: Duration::from_secs(1),
             },
-            settings: "/nowhere/config.toml".into(),
             pause_program: b"",
             handler: HANDLER.to_owned(),
             options_of: None,
             default: false,
             offline: false,
-            dry_run: true,
-            restart: None,
-            within: Duration::from_secs(1),
         }
     }
 
@@ -455,7 +434,8 @@ mod tests {
     fn settings_that_the_daemon_refuses_are_not_written() {
         let dir = tempfile::tempdir().unwrap();
         let main = MainConfig::read(&dir.path().join("config.toml")).unwrap();
-        let wanted = Enablement { settings: dir.path().join("own.toml"), ..enablement() };
+        let mut wanted = enablement();
+        wanted.change.settings = dir.path().join("own.toml");
         let merged = |env: &str| -> Table {
             format!("[plugins.'io.containerd.shim.v1.manager']\nenv = {env}").parse().unwrap()
         };
@@ -469,11 +449,8 @@ mod tests {
 
     #[test]
     fn a_failed_rollback_is_reported() {
-        let steps = StepErrors::from(StepError::new("write", std::io::Error::other("full")));
-        let (reason, services) = ("it fails".to_owned(), String::new());
-        let error = EnableError::RollbackFailed { reason, steps, services };
-        let error = error.with_services("; a").with_services("; b");
-        assert!(matches!(error, EnableError::RollbackFailed { .. }));
+        let undone = Err(StepErrors::from(StepError::new("write", std::io::Error::other("full"))));
+        let error = EnableError::rolled_back("it fails", &undone).and("; a").and("; b");
         let text = "it fails; rolling back the files failed too: write: full; a; b";
         assert_eq!(error.to_string(), text);
     }

@@ -106,7 +106,7 @@ pub struct SelftestReport {
 ///
 /// # Errors
 /// No pod was started. If the image may be left, the error says so.
-pub fn run(
+pub async fn run(
     wanted: &Selftest,
     say: &mut dyn FnMut(String),
 ) -> Result<SelftestReport, SelftestError> {
@@ -114,39 +114,32 @@ pub fn run(
         return Err(SelftestError::Failed("must run as root".to_owned()));
     }
     let containerd = NodeContainerd::find(&wanted.subject);
-    let merged = containerd.dump().map_err(SelftestError::Failed)?;
+    let merged = containerd.dump().await.map_err(SelftestError::Failed)?;
     let (ours, others) = handlers(wanted, &merged, &containerd)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    runtime.step("make a runtime")?.block_on(async {
-        let mut stop = pin!(stopped(wanted.within)?);
-        let config = &wanted.subject.config;
-        let cri = CriClient::new(&config.containerd_address);
-        let (has_network, image) = prepare(wanted, &cri, stop.as_mut()).await?;
-        let plan = |handler: &str, restart: Option<String>| PodPlan {
-            handler: handler.to_owned(),
-            systemd_cgroup: option_of(&merged, handler, "SystemdCgroup")
-                .and_then(Value::as_bool)
-                .unwrap_or_default(),
-            runc_root: runc_root(&merged, handler),
-            own_network: has_network && !wanted.host_network,
-            image: image.clone(),
-            restart,
-        };
-        let mut columns = vec![
-            column(wanted, &cri, plan(&ours, wanted.restart.clone()), stop.as_mut(), say).await,
-        ];
-        if let (Some(other), None) = (others, &columns[0].failed) {
-            columns.push(column(wanted, &cri, plan(&other, None), stop.as_mut(), say).await);
-        }
-        let removed = cri.remove_image(&image).await;
-        let table = table(&columns);
-        // The second pod runs only if the first one has not failed.
-        let failed = columns.into_iter().find_map(Column::failure);
-        Ok(SelftestReport {
-            table,
-            failed: after_removal(failed, removed.map_err(StepErrors::from)),
-        })
-    })
+    let mut stop = pin!(stopped(wanted.within)?);
+    let config = &wanted.subject.config;
+    let cri = CriClient::new(&config.containerd_address);
+    let (has_network, image) = prepare(wanted, &cri, stop.as_mut()).await?;
+    let plan = |handler: &str, restart: Option<String>| PodPlan {
+        handler: handler.to_owned(),
+        systemd_cgroup: option_of(&merged, handler, "SystemdCgroup")
+            .and_then(Value::as_bool)
+            .unwrap_or_default(),
+        runc_root: runc_root(&merged, handler),
+        own_network: has_network && !wanted.host_network,
+        image: image.clone(),
+        restart,
+    };
+    let mut columns =
+        vec![column(wanted, &cri, plan(&ours, wanted.restart.clone()), stop.as_mut(), say).await];
+    if let (Some(other), None) = (others, &columns[0].failed) {
+        columns.push(column(wanted, &cri, plan(&other, None), stop.as_mut(), say).await);
+    }
+    let removed = cri.remove_image(&image).await;
+    let table = table(&columns);
+    // The second pod runs only if the first one has not failed.
+    let failed = columns.into_iter().find_map(Column::failure);
+    Ok(SelftestReport { table, failed: after_removal(failed, removed.map_err(StepErrors::from)) })
 }
 
 impl Column {
@@ -430,6 +423,7 @@ mod tests {
             let config = Config { containerd_address: address, ..Config::default() };
             let wanted = Selftest {
                 subject: Subject { config, containerd_config: None, containerd_program: None },
+                program: b"",
                 handler: None,
                 host_network: false,
                 restart: None,

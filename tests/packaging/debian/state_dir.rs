@@ -4,9 +4,6 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use pause_sandboxer::config::Config;
-
-use super::removal;
 use crate::file;
 
 /// Where `postrm` runs.
@@ -37,27 +34,5 @@ fn a_removal_keeps_the_note_of_a_directory_with_records() {
         fs::remove_dir(records.join("abc")).unwrap();
         after_removal(root.path(), word);
         assert!(!run.exists(), "{word}");
-    }
-}
-
-#[test]
-fn a_removal_names_the_pods_of_another_directory() {
-    for is_noted in [true, false] {
-        let root = tempfile::tempdir().unwrap();
-        let state = root.path().join("state");
-        fs::create_dir_all(state.join("sandboxes/abc")).unwrap();
-        let run = root.path().join("run/pause-sandboxer");
-        fs::create_dir_all(&run).unwrap();
-        let mut config = Config::default();
-        if is_noted {
-            fs::write(run.join("pause-sandboxer.sock.state"), state.to_str().unwrap()).unwrap();
-        } else {
-            config.state_dir.clone_from(&state);
-        }
-        fs::write(root.path().join("settings"), config.to_toml()).unwrap();
-        let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
-        assert!(said.contains("still have a sandbox of this daemon:\n    abc\n"), "{said}");
-        let directory = format!("with their records in {}. But", state.display());
-        assert!(said.contains(&directory), "{said}");
     }
 }

@@ -8,7 +8,7 @@ use super::Node;
 /// A default handler that fails is worse than one that is missing: it is that of every pod.
 #[test]
 fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
-    const MARK: &str = "# Written by `pause-sandboxer enable`; it has the key with --default.\n";
+    const DEFAULT: &str = "default: runc-pause is containerd's default handler\n";
     let enable = |options: &str| format!("/usr/local/bin/pause-sandboxer enable {options}\n");
     let (with, without) = (enable("--default --offline --restart"), enable("--offline --restart"));
     let check = "/usr/local/bin/pause-sandboxer check\n";
@@ -20,10 +20,7 @@ fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
     ] {
         let node = Node::new();
         if is_default {
-            let conf = node.path("host/etc/containerd/conf.d");
-            fs::create_dir_all(&conf).unwrap();
-            let text = format!("{MARK}default_runtime_name = 'runc-pause'\n");
-            fs::write(conf.join("pause-sandboxer.toml"), text).unwrap();
+            fs::write(node.path("needs"), DEFAULT).unwrap();
         }
         fs::write(node.path("fails"), fails).unwrap();
         let mut command = node.command("install");
@@ -50,10 +47,7 @@ fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
         [("--default --offline", false), ("--offline", false), ("--offline", true)]
     {
         let node = Node::new();
-        let conf = node.path("host/etc/containerd/conf.d");
-        fs::create_dir_all(&conf).unwrap();
-        let text = format!("{MARK}default_runtime_name = 'runc-pause'\n");
-        fs::write(conf.join("pause-sandboxer.toml"), text).unwrap();
+        fs::write(node.path("needs"), DEFAULT).unwrap();
         node.fails_to_start("systemctl restart pause-sandboxer.service");
         if undo_fails {
             node.fails_too("*\"pause-sandboxer enable \"*");

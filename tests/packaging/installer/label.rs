@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::Node;
+use super::{Node, POD};
 
 /// The last label that was set since the last look.
 fn last_label(node: &Node) -> String {
@@ -19,8 +19,7 @@ fn a_pod_that_arrives_before_a_step_fails_restores_the_label() {
         assert!(text.contains(before), "{text}");
         fs::write(node.path(script), text.replace(before, with)).unwrap();
     };
-    let pod =
-        |node: &Node| format!("printf 'SANDBOX\nabc web\n' >{}", node.path("alive").display());
+    let pod = |node: &Node| format!("echo '{}' >{}", POD.trim_end(), node.path("needs").display());
     let node = Node::new();
     assert!(node.script("install").status.success());
     fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer disable --restart").unwrap();
@@ -40,7 +39,6 @@ fn a_pod_that_arrives_before_a_step_fails_restores_the_label() {
 /// The container may end after each command, and a command may fail: the next run completes it.
 #[test]
 fn a_pod_gets_the_label_back_that_an_interrupted_removal_has_removed() {
-    const PODS: &str = "SANDBOX\nabc web\n";
     // The next run may also be of the installer, whose `check` fails.
     for word in ["unneeded", "uninstall", "install"] {
         let node = Node::new();
@@ -52,7 +50,7 @@ fn a_pod_gets_the_label_back_that_an_interrupted_removal_has_removed() {
         let _ = node.script("uninstall");
         assert!(last_label(&node).contains("ready\":null"), "{word}");
         kit::write_program(node.path("bin/curl"), curl.as_bytes()).unwrap();
-        fs::write(node.path("alive"), PODS).unwrap();
+        fs::write(node.path("needs"), POD).unwrap();
         fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer check").unwrap();
         assert!(!node.script(word).status.success(), "{word}");
         assert!(last_label(&node).contains("ready\":\"true\""), "{word}");
@@ -72,30 +70,30 @@ fn a_pod_gets_the_label_back_that_an_interrupted_installation_has_changed() {
     assert!(!node.script("install").status.success());
     assert!(last_label(&node).contains("ready\":\"false\""));
     kit::write_program(node.path("bin/curl"), curl.as_bytes()).unwrap();
-    fs::write(node.path("alive"), "SANDBOX\nabc web\n").unwrap();
+    fs::write(node.path("needs"), POD).unwrap();
     assert!(!node.script("install").status.success());
     assert!(last_label(&node).contains("ready\":\"true\""));
     // A label that is false on purpose stays so, for pods that need none.
-    fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+    fs::write(node.path("needs"), "").unwrap();
     assert!(!node.script("install").status.success());
     assert!(last_label(&node).contains("ready\":\"false\""));
-    fs::write(node.path("alive"), "SANDBOX\nabc web\n").unwrap();
+    fs::write(node.path("needs"), POD).unwrap();
     assert!(!node.script("install").status.success());
     assert_eq!(last_label(&node), "");
 }
 
 /// As long as it is unknown whether there are pods.
 #[test]
-fn records_that_cannot_be_read_are_those_of_pods() {
+fn pods_that_are_unknown_restore_the_label() {
     let node = Node::new();
     assert!(node.script("install").status.success());
-    fs::create_dir_all(node.path("host/run/pause-sandboxer/sandboxes")).unwrap();
-    fs::write(node.path("down"), "").unwrap();
     let _ = node.asked();
-    // `find` fails from the removal of the label on.
-    let find = "#!/bin/sh\n! grep -q ready.:null \"${0%/*}/../asked\" || exit 1\n\
-        exec /usr/bin/find \"$@\"\n";
-    kit::write_program(node.path("bin/find"), find.as_bytes()).unwrap();
+    // The program fails from the removal of the label on.
+    let stub = fs::read_to_string(node.path("on-host")).unwrap();
+    let fails = format!("! grep -q ready.:null {}", node.path("asked").display());
+    let stub =
+        stub.replace("disable --check\") [", &format!("disable --check\") {fails} || exit 1; ["));
+    kit::write_program(node.path("on-host"), stub.as_bytes()).unwrap();
     assert_eq!(node.script("uninstall").status.code(), Some(1));
     assert!(last_label(&node).contains("ready\":\"true\""));
     assert!(node.path("host/usr/local/bin/pause-sandboxer").exists());

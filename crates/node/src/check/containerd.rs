@@ -1,7 +1,6 @@
 //! containerd: its version, its socket, and whether its config names this sandboxer.
 
 use std::collections::BTreeSet;
-use std::fmt::Display;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
@@ -10,19 +9,21 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use super::{ENABLE, Finding, Level, Subject, kubelet};
-use base::config::{Config, Pattern};
+use base::config::Config;
+use base::runtime::check_served;
 
 mod config;
 mod enabled;
-mod environment;
 mod files;
 mod loaded;
 mod node;
 mod running;
+pub(crate) mod shared;
 
 pub(crate) use enabled::{BaseHandler, EnabledOptions, MARK};
 pub(crate) use node::NodeContainerd;
 use running::ContainerdProgram;
+use shared::Difference;
 
 const SUBJECT: &str = "containerd";
 const CONFIG: &str = "containerd config";
@@ -46,13 +47,16 @@ pub(crate) const CRI_OF_2: &str = "io.containerd.grpc.v1.cri";
 const SERVER: &str = "io.containerd.server.v1.grpc";
 
 /// Examines containerd's program, socket and config.
-pub(super) fn examine(subject: &Subject, shims: &dyn Fn(&[&str]) -> Vec<Finding>) -> Vec<Finding> {
+pub(super) async fn examine(
+    subject: &Subject,
+    shims: &dyn Fn(&[&str]) -> Vec<Finding>,
+) -> Vec<Finding> {
     let address = &subject.config.containerd_address;
     let node = NodeContainerd::find(subject);
-    let (version, is_containerd) = examine_program(&node.program);
+    let (version, is_containerd) = examine_program(&node.program).await;
     let mut findings = vec![version, socket(address)];
     if is_containerd {
-        findings.extend(examine_config(&node, &subject.config, shims));
+        findings.extend(examine_config(&node, &subject.config, shims).await);
     } else {
         // Only a containerd is asked for its config: any program may listen at the socket.
         findings.push(Finding::fail(
@@ -68,7 +72,7 @@ pub(super) fn examine(subject: &Subject, shims: &dyn Fn(&[&str]) -> Vec<Finding>
     findings
 }
 
-fn examine_config(
+async fn examine_config(
     node: &NodeContainerd,
     config: &Config,
     shims: &dyn Fn(&[&str]) -> Vec<Finding>,
@@ -85,7 +89,7 @@ fn examine_config(
         }
         Err(e) => return vec![Finding::fail(CONFIG, format!("{shown}: {e}"), "make it readable")],
     };
-    let table = match node.dump() {
+    let table = match node.dump().await {
         Ok(table) => table,
         Err(reason) => {
             return vec![Finding::fail(
@@ -107,7 +111,7 @@ fn examine_config(
         }
     }
     findings.extend(node.started.and_then(|started| main.written_after(started, &node.unit)));
-    findings.extend(loaded::examine(node, &all(&table, config).ours, config));
+    findings.extend(loaded::examine(node, &all(&table, config).ours, config).await);
     findings.extend(config_findings(&table, config));
     findings.extend(shims(&runtime_types(&ours(&table, config))));
     findings.extend(kubelet::examine(&all(&table, config)));
@@ -115,11 +119,11 @@ fn examine_config(
 }
 
 /// The finding about the version of the program, and whether it is a supported containerd.
-fn examine_program(program: &ContainerdProgram) -> (Finding, bool) {
+async fn examine_program(program: &ContainerdProgram) -> (Finding, bool) {
     let shown = program.path().display();
     let mut command = program.command();
     command.arg("--version");
-    match config::run(command) {
+    match config::run(command).await {
         Ok(output) => {
             let finding = version(&output.stdout);
             let supported =
@@ -316,7 +320,17 @@ fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
     let (mut named, mut findings) = (Vec::new(), Vec::new());
     for (name, handler) in runtimes(table).filter(names) {
         named.push(format!("{name:?}"));
-        if handler.get("runtime_type").and_then(Value::as_str).unwrap_or_default().is_empty() {
+        let runtime = handler.get("runtime_type").and_then(Value::as_str).unwrap_or_default();
+        if let Err(reason) = check_served(runtime) {
+            findings.push(Finding::fail(
+                CONFIG,
+                format!("no pod of runtime handler {name:?} can start: {reason}"),
+                format!(
+                    "remove sandboxer = \"{sandboxer}\" from that handler, and restart containerd"
+                ),
+            ));
+        }
+        if runtime.is_empty() {
             let advice = "set its runtime_type, such as \"io.containerd.runc.v2\"";
             findings.push(Finding::fail(
                 CONFIG,
@@ -398,61 +412,28 @@ fn path_findings(table: &Table, config: &Config) -> Vec<Finding> {
 
 /// Findings about the settings that containerd and the sandboxer share.
 fn setting_findings(table: &Table, config: &Config) -> Vec<Finding> {
-    let set = |key: &str| runtime(table)?.get(key);
-    let mut findings = labels(&set, config);
-    findings.extend(annotations(&ours(table, config), config));
-    findings.extend(environment::variable_finding(table, config));
-    let switches = [
-        // containerd 2's own defaults (internal/cri/config/config_unix.go).
-        ("restrict_oom_score_adj", false, config.restrict_oom_score_adj),
-        ("enable_unprivileged_ports", true, config.enable_unprivileged_ports),
-        ("enable_unprivileged_icmp", true, config.enable_unprivileged_icmp),
-        ("enable_selinux", false, config.enable_selinux),
-    ];
-    findings.extend(switches.into_iter().filter_map(|(key, default, ours)| {
-        let theirs = set(key).and_then(Value::as_bool).unwrap_or(default);
-        (theirs != ours).then(|| differs(key, &theirs, &ours))
+    let mut findings: Vec<Finding> =
+        shared::differences(table, config).iter().map(|found| differs(found.key, found)).collect();
+    findings.extend(ours(table, config).iter().filter_map(|(name, handler)| {
+        let found = shared::annotations(handler, config)?;
+        Some(differs(&format!("{} of runtime handler {name:?}", found.key), &found))
     }));
+    let variables = shared::missing_variables(table, config);
+    if !variables.is_empty() {
+        findings.push(Finding::warn(
+            CONFIG,
+            format!("containerd sets {variables:?} for shims, this sandboxer does not"),
+            format!("add {variables:?} to shim_env in this sandboxer's config"),
+        ));
+    }
     findings
 }
 
-fn differs(key: &str, theirs: &dyn Display, ours: &dyn Display) -> Finding {
-    let fact = format!("containerd's {key} is {theirs}, but this sandboxer's is {ours}");
+/// The finding about a setting, by its name in the texts.
+fn differs(key: &str, found: &Difference) -> Finding {
+    let fact =
+        format!("containerd's {key} is {}, but this sandboxer's is {}", found.theirs, found.ours);
     Finding::warn(CONFIG, fact, format!("{ENABLE} adopts it; or set {key} the same in both"))
-}
-
-/// The levels of pods must be of the same range, or two pods of two sandboxers may get one level.
-/// It counts where pods get labels.
-fn labels<'a>(set: &impl Fn(&str) -> Option<&'a Value>, config: &Config) -> Vec<Finding> {
-    const KEY: &str = "selinux_category_range";
-    let labelled =
-        config.enable_selinux || set("enable_selinux").and_then(Value::as_bool).unwrap_or(false);
-    let ours = i64::from(config.selinux_category_range.get());
-    // containerd takes 0 and below for its library's own.
-    let theirs = set(KEY).and_then(Value::as_integer).filter(|range| *range > 0).unwrap_or(1024);
-    (labelled && theirs != ours).then(|| differs(KEY, &theirs, &ours)).into_iter().collect()
-}
-
-/// The annotations that the spec of a sandbox has are set here, those of its containers in
-/// containerd's handler.
-fn annotations(handlers: &[(String, Table)], config: &Config) -> Vec<Finding> {
-    let ours: BTreeSet<&str> = config.pod_annotations.iter().map(Pattern::as_str).collect();
-    let differing = handlers.iter().filter_map(|(name, handler)| {
-        let theirs = handler.get("pod_annotations").and_then(Value::as_array).into_iter().flatten();
-        let theirs: BTreeSet<&str> = theirs.filter_map(Value::as_str).collect();
-        (theirs != ours).then(|| {
-            differs(
-                &format!("pod_annotations of runtime handler {name:?}"),
-                &shown(&theirs),
-                &shown(&ours),
-            )
-        })
-    });
-    differing.collect()
-}
-
-fn shown(names: &BTreeSet<&str>) -> String {
-    format!("{:?}", names.iter().collect::<Vec<_>>())
 }
 
 #[cfg(test)]

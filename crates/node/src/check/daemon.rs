@@ -9,12 +9,11 @@ use nix::sys::statfs::{self, FsType};
 use super::Finding;
 use crate::client::NO_RESPONSE_ADVICE;
 use base::config::Config;
-use base::error::{IoContext as _, StepError};
 use containerd_api::SandboxStore;
 
 /// Examines the state directory and the socket.
-pub(super) fn examine(config: &Config) -> Vec<Finding> {
-    vec![state(&config.state_dir), socket(config)]
+pub(super) async fn examine(config: &Config) -> Vec<Finding> {
+    vec![state(&config.state_dir), socket(config).await]
 }
 
 fn state(path: &Path) -> Finding {
@@ -77,11 +76,16 @@ fn lasting(kind: FsType) -> bool {
     kind != statfs::TMPFS_MAGIC && kind != RAMFS
 }
 
-fn socket(config: &Config) -> Finding {
+async fn socket(config: &Config) -> Finding {
     const SUBJECT: &str = "daemon";
     let shown = config.socket.display();
+    // A daemon responds once it has recovered its pods.
+    let daemon = SandboxStore {
+        address: config.socket.clone(),
+        namespace: config.containerd_namespace.clone(),
+    };
     let start = "start it: systemctl start pause-sandboxer, or pause-sandboxer serve";
-    let Err(step) = call(config) else {
+    let Err(step) = daemon.responds().await else {
         return Finding::ok(SUBJECT, format!("answers on {shown}"));
     };
     match step.io().kind() {
@@ -101,19 +105,6 @@ fn socket(config: &Config) -> Finding {
         ),
         _ => Finding::fail(SUBJECT, step.to_string(), "see journalctl -u pause-sandboxer"),
     }
-}
-
-/// Makes a gRPC call to the daemon, which responds once it has recovered its pods.
-fn call(config: &Config) -> Result<(), StepError> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .step("make a runtime")?;
-    let daemon = SandboxStore {
-        address: config.socket.clone(),
-        namespace: config.containerd_namespace.clone(),
-    };
-    runtime.block_on(daemon.responds())
 }
 
 #[cfg(test)]
@@ -145,7 +136,7 @@ mod tests {
     }
 
     /// The finding for a server that reads and then sends `response`.
-    fn of_server(response: &'static [u8]) -> Finding {
+    async fn of_server(response: &'static [u8]) -> Finding {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { socket: dir.path().join("s"), ..Config::default() };
         let listener = UnixListener::bind(&config.socket).unwrap();
@@ -155,22 +146,22 @@ mod tests {
             // The client may have closed the connection already.
             let _ = stream.write_all(response);
         });
-        let finding = socket(&config);
+        let finding = socket(&config).await;
         server.join().unwrap();
         finding
     }
 
-    #[test]
-    fn an_unusable_socket_is_reported() {
+    #[tokio::test]
+    async fn an_unusable_socket_is_reported() {
         for response in [&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], b""] {
-            let finding = of_server(response);
+            let finding = of_server(response).await;
             assert_eq!(finding.level, Level::Fail);
             assert!(finding.fact.contains("is not a gRPC server"), "{finding}");
         }
         let dir = tempfile::tempdir().unwrap();
         let config = Config { socket: dir.path().join("s"), ..Config::default() };
-        assert!(socket(&config).fact.contains("is not running: /"));
+        assert!(socket(&config).await.fact.contains("is not running: /"));
         drop(UnixListener::bind(&config.socket).unwrap());
-        assert!(socket(&config).fact.contains("no listener"));
+        assert!(socket(&config).await.fact.contains("no listener"));
     }
 }

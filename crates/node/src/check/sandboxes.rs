@@ -7,8 +7,9 @@ use base::config::Config;
 const SUBJECT: &str = "sandboxes";
 
 /// Queries the daemon. No finding if none runs, which others report.
-pub(super) fn examine(config: &Config) -> Vec<Finding> {
-    match Client::connect(config).and_then(|client| client.list(false)) {
+pub(super) async fn examine(config: &Config) -> Vec<Finding> {
+    let listed = async { Client::connect(config).await?.list(false).await };
+    match listed.await {
         Ok(all) => sandbox_findings(&all),
         Err(ClientError::Down { .. }) => Vec::new(),
         Err(e) => vec![Finding::warn(

@@ -6,7 +6,9 @@ use std::os::unix::fs::{MetadataExt as _, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use super::{EnableError, diff};
+use similar::TextDiff;
+
+use super::EnableError;
 use base::error::{IoContext as _, StepError, StepErrors, gone};
 use base::replace_file::{lasting_temporary, replace_lasting_file, sync_directory_of};
 
@@ -199,21 +201,6 @@ fn remove(path: &Path) -> Result<(), StepError> {
     sync_directory_of(path)
 }
 
-/// Why changes are not made.
-#[derive(Debug)]
-pub(super) struct ApplyError {
-    /// The step that failed.
-    step: StepError,
-    /// The result of the rollback.
-    rollback: Result<(), StepErrors>,
-}
-
-impl From<ApplyError> for EnableError {
-    fn from(error: ApplyError) -> Self {
-        super::rolled_back(error.step.to_string(), error.rollback)
-    }
-}
-
 /// Changes in the order in which they are made: each state between two of them is valid.
 #[derive(Debug, Default)]
 pub(super) struct Changes {
@@ -253,21 +240,25 @@ impl Changes {
 
     /// All changes as `diff -u` shows them.
     pub(super) fn diff(&self) -> String {
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        let of = |change: &FileChange| {
-            let before = change.before.as_ref().map(|before| text(&before.bytes));
-            let after = change.after.as_deref().map(text);
+        let shown = |change: &FileChange| {
             let path = change.path.display().to_string();
-            diff::unified(&path, before.as_deref(), after.as_deref())
+            let side = |bytes: Option<&[u8]>| match bytes {
+                Some(bytes) => (path.clone(), String::from_utf8_lossy(bytes).into_owned()),
+                None => ("/dev/null".to_owned(), String::new()),
+            };
+            let (old, before) = side(change.before.as_ref().map(|before| before.bytes.as_slice()));
+            let (new, after) = side(change.after.as_deref());
+            let diff = TextDiff::from_lines(&before, &after);
+            diff.unified_diff().header(&old, &new).to_string()
         };
-        self.files.iter().map(of).collect()
+        self.files.iter().map(shown).collect()
     }
 
     /// Makes all changes, or none.
     ///
     /// # Errors
     /// The step that failed, and those of the rollback.
-    pub(super) fn apply(&self) -> Result<(), ApplyError> {
+    pub(super) fn apply(&self) -> Result<(), EnableError> {
         for directory in &self.directories {
             let made = fs::DirBuilder::new().recursive(true).create(directory);
             let made = made.step_at("make directory", directory);
@@ -281,8 +272,13 @@ impl Changes {
         Ok(())
     }
 
-    fn failed(&self, step: StepError, written: usize) -> ApplyError {
-        ApplyError { step, rollback: self.undo_first(written) }
+    fn failed(&self, step: StepError, written: usize) -> EnableError {
+        EnableError::rolled_back(&step.to_string(), &self.undo_first(written))
+    }
+
+    /// The error for the failure `reason` after the rollback of all changes.
+    pub(super) fn roll_back(&self, reason: &str) -> EnableError {
+        EnableError::rolled_back(reason, &self.undo())
     }
 
     /// Rolls all changes back.

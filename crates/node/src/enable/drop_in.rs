@@ -1,10 +1,13 @@
 //! The file that adds this sandboxer and its runtime handler to containerd's config.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+use base::error::StepError;
 
 use toml::{Table, Value};
 
 use super::Enablement;
+use super::changes::FileState;
 use crate::check::containerd::{
     BaseHandler, CRI_OF_2, EnabledOptions, HANDLER, IMAGES, MARK, RUNTIME,
 };
@@ -29,9 +32,34 @@ pub(super) struct DropInSettings<'a> {
     pub(super) offline: bool,
 }
 
-/// Whether `enable` has written the text.
-pub(super) fn is_ours(text: &str) -> bool {
-    text.starts_with(MARK)
+/// The file at the drop-in's place, which need not exist.
+#[derive(Debug)]
+pub(super) struct DropIn {
+    pub(super) path: PathBuf,
+    pub(super) state: Option<FileState>,
+    pub(super) text: Option<String>,
+}
+
+impl DropIn {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub(super) fn read(path: PathBuf) -> Result<Self, StepError> {
+        let state = FileState::read(&path)?;
+        let text = state.as_ref().map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
+        Ok(Self { path, state, text })
+    }
+
+    /// Whether `enable` has written it.
+    pub(super) fn is_ours(&self) -> bool {
+        self.text.as_deref().is_some_and(|text| text.starts_with(MARK))
+    }
+
+    /// The runtime handlers that it defines.
+    pub(super) fn handlers(&self) -> Vec<String> {
+        self.text.as_deref().map(handlers_of).unwrap_or_default()
+    }
 }
 
 /// A line for each option of the command that has written the text and that `wanted` undoes, and
@@ -202,7 +230,7 @@ mod tests {
             Some("/run/s.sock")
         );
         assert_eq!(BaseHandler::parse(&made).map(|base| base.name).as_deref(), Some("runc"));
-        assert!(is_ours(&made) && !is_ours("# other\n"));
+        assert!(made.starts_with(MARK));
         assert_eq!(handlers_of(&made), ["runc-pause"]);
     }
 

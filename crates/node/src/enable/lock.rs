@@ -39,7 +39,7 @@ impl ConfigLock {
             let file = options.custom_flags(libc::O_NOFOLLOW).open(&path).step_at(STEP, &path)?;
             let file = Flock::lock(file, FlockArg::LockExclusiveNonblock);
             let file = file.map_err(|(_, e)| match e {
-                nix::Error::EWOULDBLOCK => EnableError::Refused(format!(
+                nix::Error::EWOULDBLOCK => EnableError::from(format!(
                     "another `pause-sandboxer enable` or `disable` is running (lock file {})",
                     path.display()
                 )),

@@ -6,9 +6,10 @@ use toml::{Table, Value};
 
 use super::drop_in::{self, DropInSettings};
 use super::main_config::MainConfig;
-use super::{EnableError, Enablement};
+use super::{EnableError, Enablement, refuse};
 use crate::check::containerd::{self as node, BaseHandler, IMAGES, RUNTIME};
 use base::config::Config;
+use base::runtime::check_served;
 
 /// The handler whose settings are taken over where the default one's cannot be.
 const RUNC: &str = "runc";
@@ -34,10 +35,6 @@ pub(super) struct HandlerPlan {
     replaced: Option<Vec<String>>,
 }
 
-fn refused<T>(reason: String) -> Result<T, EnableError> {
-    Err(EnableError::Refused(reason))
-}
-
 impl HandlerPlan {
     /// Decides what to add to a merged config. `old` is the text of the drop-in that is there.
     ///
@@ -48,7 +45,7 @@ impl HandlerPlan {
         before: Table,
         old: Option<&str>,
     ) -> Result<Self, EnableError> {
-        let config = &wanted.subject.config;
+        let config = &wanted.change.subject.config;
         let sandboxer = match node::proxy(&before, config) {
             Ok(name) => name,
             Err(_) => {
@@ -60,7 +57,7 @@ impl HandlerPlan {
         let own_handlers = old.map(drop_in::handlers_of).unwrap_or_default();
         let is_ours = |name: &String| known.ours.contains(name) || own_handlers.contains(name);
         if known.all.contains_key(&wanted.handler) && !is_ours(&wanted.handler) {
-            return refused(format!(
+            return refuse(format!(
                 "runtime handler {:?} belongs to another sandboxer: use --handler NAME with \
                  another name",
                 wanted.handler
@@ -86,19 +83,23 @@ impl HandlerPlan {
         let settings = match known.all.get(&base) {
             Some(settings) if !is_ours(&base) => settings.clone(),
             Some(_) => {
-                return refused(format!(
+                return refuse(format!(
                     "runtime handler {base:?} is this sandboxer's own: use --options-of NAME with \
                      another handler"
                 ));
             }
             None => {
                 let all: Vec<&String> = known.all.keys().filter(|name| !is_ours(name)).collect();
-                return refused(format!(
+                return refuse(format!(
                     "containerd has no runtime handler {base:?}: use --options-of NAME with one of \
                      {all:?}"
                 ));
             }
         };
+        let runtime = settings.get("runtime_type").and_then(Value::as_str).unwrap_or_default();
+        check_served(runtime).map_err(|reason| {
+            format!("the settings of runtime handler {base:?} cannot be copied: {reason}")
+        })?;
         let replaced = old.map(|_| own_handlers);
         let base = BaseHandler { name: base, is_named: wanted.options_of.is_some() };
         Ok(Self { sandboxer, base, settings, before, replaced })
@@ -113,7 +114,7 @@ impl HandlerPlan {
         wanted: &Enablement,
         main: &MainConfig,
     ) -> Result<String, EnableError> {
-        self.contents(wanted).text(main.version()).map_err(EnableError::Refused)
+        self.contents(wanted).text(main.version()).map_err(EnableError::from)
     }
 
     /// The version of a config file that is created: one that every supported containerd reads,
@@ -126,7 +127,7 @@ impl HandlerPlan {
     fn contents<'a>(&'a self, wanted: &'a Enablement) -> DropInSettings<'a> {
         DropInSettings {
             sandboxer: &self.sandboxer,
-            socket: &wanted.subject.config.socket,
+            socket: &wanted.change.subject.config.socket,
             handler: &wanted.handler,
             base: &self.base,
             settings: &self.settings,
@@ -141,7 +142,7 @@ impl HandlerPlan {
     /// # Errors
     /// What is different.
     pub(super) fn verify(&self, wanted: &Enablement, after: &Table) -> Result<(), String> {
-        let config = &wanted.subject.config;
+        let config = &wanted.change.subject.config;
         node::proxy(after, config).map_err(|finding| finding.fact)?;
         let known = node::all(after, config);
         let there = known.all.get(&wanted.handler);
@@ -195,7 +196,7 @@ fn refuse_other_daemon(
         node::same_file(Path::new(path), socket) || own.as_deref() == Some(address)
     };
     match address_in(before) {
-        Some(address) if !is_ours(&address) => refused(format!(
+        Some(address) if !is_ours(&address) => refuse(format!(
             "containerd has a proxy plugin {SANDBOXER:?} with the address {address:?}, which is \
              not the socket of this sandboxer's config: correct `socket` there, or rename the \
              plugin"
@@ -295,7 +296,7 @@ mod tests {
         let plugin = |address: &str| {
             format!("[proxy_plugins.pause-sandboxer]\ntype = 'sandbox'\naddress = '{address}'\n")
         };
-        let wanted = super::super::tests::enablement();
+        let wanted = enablement();
         let config = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]\n\
             runtime_type = 'io.containerd.runc.v2'\n";
         let plan = |address: &str, old: Option<&str>| {
@@ -307,7 +308,7 @@ mod tests {
         // The drop-in of an earlier `enable`, before the socket changed.
         plan("/run/other.sock", Some(&plugin("/run/other.sock"))).unwrap();
         plan("/run/other.sock", Some(&plugin("/run/older.sock"))).unwrap_err();
-        let own = wanted.subject.config.socket.display().to_string();
+        let own = wanted.change.subject.config.socket.display().to_string();
         plan(&own, None).unwrap();
         let typeless = format!("[proxy_plugins.pause-sandboxer]\naddress = '{own}'\n{config}");
         HandlerPlan::new(&wanted, typeless.parse().unwrap(), None).unwrap();
@@ -321,7 +322,9 @@ mod tests {
         assert_eq!(plan(&wanted, "nvidia", None).unwrap().base.name, "nvidia");
         assert_eq!(plan(&wanted, "kata", None).unwrap().base.name, "runc");
         let named = |base: &str| Enablement { options_of: Some(base.to_owned()), ..enablement() };
-        assert_eq!(plan(&named("kata"), "runc", None).unwrap().base.name, "kata");
+        assert_eq!(plan(&named("nvidia"), "runc", None).unwrap().base.name, "nvidia");
+        let error = plan(&named("kata"), "runc", None).unwrap_err();
+        assert!(error.contains("leave `sandboxer` out of its handler"), "{error}");
         let error = plan(&named("crun"), "runc", None).unwrap_err();
         assert!(
             error.contains(

@@ -1,12 +1,14 @@
-//! The pods that need a runtime handler until they are gone.
+//! The pods that need the sandboxer until they are gone.
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
 
-use crate::client::{Client, ClientError};
 use base::config::Config;
 use base::error::{IoContext as _, StepError};
 use containerd_api::cri::CriClient;
+
+use crate::client::{Client, ClientError, Sandbox};
 
 /// Most pods that a message names.
 const NAMED: usize = 10;
@@ -14,84 +16,94 @@ const NAMED: usize = 10;
 /// Pods by sandbox id, as `NAMESPACE/NAME`.
 pub(super) type Pods = BTreeMap<String, String>;
 
-/// The pods of runtime handlers that CRI knows.
+/// The pods of a runtime handler that CRI knows.
 ///
 /// # Errors
 /// The call failed.
-pub(super) async fn of_cri(cri: &CriClient, handlers: &[String]) -> Result<Pods, StepError> {
-    let all = cri.pods().await?.into_iter();
-    let theirs = all.filter(|pod| handlers.contains(&pod.runtime_handler));
-    Ok(theirs
-        .map(|pod| {
-            let name = format!("{}/{}", pod.metadata.namespace, pod.metadata.name);
-            (pod.id, name)
-        })
-        .collect())
+pub(super) async fn of_cri(cri: &CriClient, handler: &str) -> Result<Pods, StepError> {
+    let mut all = cri.pods().await?;
+    all.retain(|pod| pod.runtime_handler == handler);
+    let named = all.into_iter().map(|pod| {
+        let name = format!("{}/{}", pod.metadata.namespace, pod.metadata.name);
+        (pod.id, name)
+    });
+    Ok(named.collect())
 }
 
-/// The sandboxes of the daemon: also those of pods that the default handler got, and those that CRI
-/// has lost. Without a daemon its records count. Not for a task: the client has a runtime of its
-/// own.
-///
-/// # Errors
-/// A local step failed, or the daemon's directory cannot be read.
-pub(super) fn of_daemon(config: &Config) -> Result<Pods, StepError> {
-    match listed(config)? {
-        Some(pods) => Ok(pods),
-        // It may only be down: its pods keep running.
-        None => records(&config.records()),
-    }
+async fn listed(config: &Config) -> Result<Vec<Sandbox>, ClientError> {
+    Client::connect(config).await?.list(false).await
 }
 
-/// The recorded sandboxes of a daemon that does not answer; none where it does. Not for a task, as
-/// [`of_daemon`].
+/// Succeeds if a daemon answers, whatever that is.
 ///
 /// # Errors
-/// A local step failed, or the daemon's directory cannot be read.
-pub(super) fn of_stopped_daemon(config: &Config) -> Result<Pods, StepError> {
-    match listed(config)? {
-        Some(_) => Ok(Pods::new()),
-        None => records(&config.records()),
-    }
-}
-
-/// Succeeds if a daemon answers, whatever that is. Not for a task, as [`of_daemon`].
-///
-/// # Errors
-/// None answers, and why.
-pub(super) fn answering_daemon(config: &Config) -> Result<(), String> {
-    match Client::connect(config).and_then(|client| client.list(false)) {
+/// No daemon answers, and why.
+pub(super) async fn answering_daemon(config: &Config) -> Result<(), String> {
+    match listed(config).await {
         Ok(_) | Err(ClientError::Refused(_)) => Ok(()),
         Err(e) => Err(e.to_string()),
     }
 }
 
-/// The sandboxes that the daemon lists; `None` if it does not respond.
-fn listed(config: &Config) -> Result<Option<Pods>, StepError> {
-    let all = match Client::connect(config).and_then(|client| client.list(false)) {
-        Ok(all) => all,
-        Err(ClientError::Step(step)) => return Err(step),
-        Err(_) => return Ok(None),
-    };
-    let named = |pod: &str, namespace: &str| match pod {
-        "" => "a sandbox without a pod".to_owned(),
-        pod => format!("{namespace}/{pod}"),
-    };
-    Ok(Some(all.into_iter().map(|of| (of.id, named(&of.pod, &of.namespace))).collect()))
+/// The sandboxes of the daemon: also those of pods that the default handler got, and those that CRI
+/// has lost. The records of a daemon that does not answer count: its pods may still run.
+///
+/// # Errors
+/// The records cannot be read.
+pub(super) async fn of_daemon(config: &Config) -> Result<Pods, StepError> {
+    match listed(config).await {
+        Ok(all) => Ok(all.into_iter().map(|one| (one.id.clone(), name_of(&one))).collect()),
+        Err(_) => recorded(config),
+    }
 }
 
-fn records(directory: &Path) -> Result<Pods, StepError> {
-    const STEP: &str = "read records of sandboxes";
-    let entries = match std::fs::read_dir(directory) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Pods::new()),
-        entries => entries.step_at(STEP, directory)?,
-    };
+/// The recorded sandboxes of a daemon that does not answer; none if it answers.
+///
+/// # Errors
+/// The records cannot be read.
+pub(super) async fn of_stopped_daemon(config: &Config) -> Result<Pods, StepError> {
+    if listed(config).await.is_ok() { Ok(Pods::new()) } else { recorded(config) }
+}
+
+fn name_of(sandbox: &Sandbox) -> String {
+    if sandbox.pod.is_empty() {
+        return "a sandbox without a pod".to_owned();
+    }
+    format!("{}/{}", sandbox.namespace, sandbox.pod)
+}
+
+/// The records in every directory that a daemon of this node may have used: that of the settings,
+/// the default one, and those of the notes that daemons leave beside their sockets.
+fn recorded(config: &Config) -> Result<Pods, StepError> {
+    const NOTE: &str = "read note of a state directory";
+    let default = Config::default();
+    let mut directories = BTreeSet::from([config.state_dir.clone(), default.state_dir.clone()]);
+    for socket in [&config.socket, &default.socket] {
+        for file in entries(super::node_state::directory_of(socket), NOTE)? {
+            if file.extension().is_some_and(|ending| ending == "state") {
+                let note = std::fs::read_to_string(&file).step_at(NOTE, &file)?;
+                directories.insert(note.trim().into());
+            }
+        }
+    }
     let mut pods = Pods::new();
-    for entry in entries {
-        let id = entry.step_at(STEP, directory)?.file_name().to_string_lossy().into_owned();
-        pods.insert(id, "a sandbox whose daemon does not answer".to_owned());
+    for state_dir in directories {
+        let records = Config { state_dir, ..Config::default() }.records();
+        for record in entries(&records, "read records of sandboxes")? {
+            let id = record.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            pods.insert(id, "a sandbox whose daemon does not answer".to_owned());
+        }
     }
     Ok(pods)
+}
+
+/// What is in a directory; nothing if it does not exist.
+fn entries(directory: &Path, step: &'static str) -> Result<Vec<PathBuf>, StepError> {
+    let entries = match std::fs::read_dir(directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.step_at(step, directory)?,
+    };
+    entries.map(|entry| Ok(entry.step_at(step, directory)?.path())).collect()
 }
 
 /// The pods as words: how many, and the names of some.
@@ -109,21 +121,32 @@ pub(super) fn shown(pods: &Pods) -> String {
 mod tests {
     use super::*;
 
-    #[test]
-    fn records_count_where_no_daemon_answers() {
+    #[tokio::test]
+    async fn records_count_where_no_daemon_answers() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config {
             socket: dir.path().join("s"),
             state_dir: dir.path().to_owned(),
             ..Config::default()
         };
-        assert!(of_daemon(&config).unwrap().is_empty());
-        let reason = answering_daemon(&config).unwrap_err();
+        let before = of_daemon(&config).await.unwrap();
+        let reason = answering_daemon(&config).await.unwrap_err();
         assert!(reason.starts_with("cannot reach the daemon at ") && reason.contains("start it"));
         std::fs::create_dir_all(dir.path().join("sandboxes/0123456789abcdef")).unwrap();
-        let pods = of_daemon(&config).unwrap();
+        let mut pods = of_daemon(&config).await.unwrap();
+        pods.retain(|id, _| !before.contains_key(id));
         assert_eq!(shown(&pods), "1 pod: a sandbox whose daemon does not answer (0123456789abc)");
-        assert_eq!(of_stopped_daemon(&config).unwrap(), pods);
+        assert!(of_stopped_daemon(&config).await.unwrap().contains_key("0123456789abcdef"));
+        // The directory of a daemon with other settings, which its note names without a newline.
+        std::fs::create_dir_all(dir.path().join("other/sandboxes/fedc")).unwrap();
+        let other = dir.path().join("other");
+        std::fs::write(dir.path().join("x.sock.state"), other.to_str().unwrap()).unwrap();
+        assert!(of_daemon(&config).await.unwrap().contains_key("fedc"));
+        // A directory that cannot be read is not one without records.
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        let config = Config { state_dir: dir.path().join("file"), ..config };
+        let step = of_daemon(&config).await.unwrap_err().to_string();
+        assert!(step.starts_with("read records of sandboxes"), "{step}");
     }
 
     #[test]

@@ -6,8 +6,9 @@ use std::time::Duration;
 use tokio::process::Command;
 use tokio::time::Instant;
 
+use super::EnableError;
 use super::changes::Changes;
-use super::loaded;
+use super::node_state::loaded_handlers;
 use crate::check::Subject;
 use crate::check::containerd::NodeContainerd;
 use crate::shell_command;
@@ -57,69 +58,86 @@ fn systemd_runs() -> bool {
     Path::new("/run/systemd/system").exists()
 }
 
-/// Restarts containerd, and waits until another process serves CRI whose handlers are as `wanted`
-/// has them.
-///
-/// # Errors
-/// The command failed, or CRI did not answer in time.
-pub(super) async fn restart(
-    by: &RestartBy,
-    subject: &Subject,
-    within: Duration,
-    wanted: impl Fn(&[String]) -> bool,
-) -> Result<(), String> {
-    let before = NodeContainerd::find(subject);
-    let deadline = Instant::now() + within;
-    shell_command::run(&by.command(&before.unit), within).await?;
-    let cri = CriClient::new(&subject.config.containerd_address);
-    loop {
-        let now = NodeContainerd::find(subject);
-        let reason = if now.pid.is_some() && now.pid == before.pid {
-            format!(
-                "process {} was not restarted and still listens at {}",
-                before.pid.unwrap_or_default(),
-                subject.config.containerd_address.display()
-            )
-        } else {
-            match loaded::of_cri(&cri).await {
-                Ok(handlers) if wanted(&handlers) => return Ok(()),
-                Ok(handlers) => format!("its runtime handlers are {handlers:?}"),
-                Err(reason) => reason,
-            }
-        };
-        if Instant::now() >= deadline {
-            let within = within.as_secs();
-            let see = match by {
-                RestartBy::Systemd => format!("; see journalctl -u {}", before.unit),
-                RestartBy::Command(_) => String::new(),
-            };
-            return Err(format!("containerd does not serve CRI within {within} s: {reason}{see}"));
-        }
-        tokio::time::sleep(INTERVAL).await;
-    }
+/// How containerd is restarted, and how long that may take.
+#[derive(Clone, Copy)]
+pub(super) struct Restart<'a> {
+    pub(super) by: &'a RestartBy,
+    pub(super) subject: &'a Subject,
+    pub(super) within: Duration,
 }
 
-/// As [`restart`], which reads `changes`. If it fails, the caller rolls them back: so a signal, as
-/// of a terminal that is lost, is a failure too, and a later one does not end the rollback. Without
-/// changes there is nothing to roll back.
-///
-/// # Errors
-/// As [`restart`], or a signal.
-pub(super) async fn restart_for(
-    changes: &Changes,
-    by: &RestartBy,
-    subject: &Subject,
-    within: Duration,
-    wanted: impl Fn(&[String]) -> bool,
-) -> Result<(), String> {
-    let restarted = restart(by, subject, within, wanted);
-    if changes.is_empty() {
-        return restarted.await;
+impl Restart<'_> {
+    /// Restarts containerd, and waits until another process serves CRI whose handlers are as
+    /// `wanted` has them.
+    ///
+    /// # Errors
+    /// The command failed, or CRI did not answer in time.
+    async fn run(&self, wanted: impl Fn(&[String]) -> bool) -> Result<(), String> {
+        let before = NodeContainerd::find(self.subject);
+        let deadline = Instant::now() + self.within;
+        shell_command::run(&self.by.command(&before.unit), self.within).await?;
+        let address = &self.subject.config.containerd_address;
+        let cri = CriClient::new(address);
+        loop {
+            let now = NodeContainerd::find(self.subject);
+            let reason = if now.pid.is_some() && now.pid == before.pid {
+                format!(
+                    "process {} was not restarted and still listens at {}",
+                    before.pid.unwrap_or_default(),
+                    address.display()
+                )
+            } else {
+                match loaded_handlers(&cri).await {
+                    Ok(handlers) if wanted(&handlers) => return Ok(()),
+                    Ok(handlers) => format!("its runtime handlers are {handlers:?}"),
+                    Err(reason) => reason,
+                }
+            };
+            if Instant::now() >= deadline {
+                let see = match self.by {
+                    RestartBy::Systemd => format!("; see journalctl -u {}", before.unit),
+                    RestartBy::Command(_) => String::new(),
+                };
+                return Err(format!(
+                    "containerd does not serve CRI within {} s: {reason}{see}",
+                    self.within.as_secs()
+                ));
+            }
+            tokio::time::sleep(INTERVAL).await;
+        }
     }
-    let stopped = stop_signal::taken().map_err(|step| step.to_string())?;
-    tokio::select! {
-        done = restarted => done,
-        signal = stopped => Err(format!("stopped by {signal}")),
+
+    /// As [`Restart::run`], which reads `changes`. If it fails, the caller rolls them back: so a
+    /// signal, as of a terminal that is lost, is a failure too, and a later one does not end the
+    /// rollback. Without changes there is nothing to roll back.
+    ///
+    /// # Errors
+    /// As [`Restart::run`], or a signal.
+    pub(super) async fn load(
+        &self,
+        changes: &Changes,
+        wanted: impl Fn(&[String]) -> bool,
+    ) -> Result<(), String> {
+        let restarted = self.run(wanted);
+        if changes.is_empty() {
+            return restarted.await;
+        }
+        let stopped = stop_signal::taken().map_err(|step| step.to_string())?;
+        tokio::select! {
+            done = restarted => done,
+            signal = stopped => Err(format!("stopped by {signal}")),
+        }
+    }
+
+    /// Rolls changes back because of `reason`, and restarts containerd with the resulting files.
+    pub(super) async fn after_rollback(&self, changes: &Changes, reason: &str) -> EnableError {
+        let undone = changes.undo();
+        let files = if undone.is_ok() { "the restored files" } else { "the current files" };
+        let error = EnableError::rolled_back(reason, &undone);
+        error.and(&match self.run(|_| true).await {
+            Ok(()) => format!("; containerd serves CRI with {files}"),
+            Err(reason) => format!("; but containerd does not serve CRI with {files}: {reason}"),
+        })
     }
 }
 
@@ -138,12 +156,19 @@ pub(super) async fn restart_daemon(within: Duration) -> Result<bool, String> {
     restart_daemon_again(within).await.map(|()| true)
 }
 
-/// Restarts the daemon, which systemd runs, also if it has failed.
-///
-/// # Errors
-/// The command failed.
-pub(super) async fn restart_daemon_again(within: Duration) -> Result<(), String> {
+async fn restart_daemon_again(within: Duration) -> Result<(), String> {
     shell_command::run(&format!("systemctl restart {DAEMON}"), within).await
+}
+
+/// Restarts the daemon, also if it has failed: it has read settings that are rolled back because of
+/// `error`.
+pub(super) async fn daemon_after_rollback(error: EnableError, within: Duration) -> EnableError {
+    error.and(&match restart_daemon_again(within).await {
+        Ok(()) => "; pause-sandboxer is restarted too".to_owned(),
+        Err(reason) => {
+            format!("; pause-sandboxer may still use the new settings, restart it: {reason}")
+        }
+    })
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use super::toml_text;
-use crate::check::containerd::{runtime, same_file};
+use crate::check::containerd::{same_file, shared};
 use base::config::Config;
 
 /// The text of the sandboxer's config file with the settings of containerd's merged config that it
@@ -41,55 +41,19 @@ fn differing(config: &Config, merged: &Table, handler: &Table) -> Vec<(&'static 
                 .map(|theirs| (setting, Value::from(theirs))),
         );
     }
-    let set = |key: &str| runtime(merged)?.get(key);
-    for (key, default, ours) in [
-        // containerd 2's own defaults (internal/cri/config/config_unix.go).
-        ("restrict_oom_score_adj", false, config.restrict_oom_score_adj),
-        ("enable_unprivileged_ports", true, config.enable_unprivileged_ports),
-        ("enable_unprivileged_icmp", true, config.enable_unprivileged_icmp),
-        ("enable_selinux", false, config.enable_selinux),
-    ] {
-        let theirs = set(key).and_then(Value::as_bool).unwrap_or(default);
-        if theirs != ours {
-            found.push((key, Value::from(theirs)));
-        }
-    }
-    const RANGE: &str = "selinux_category_range";
-    let range = set(RANGE).and_then(Value::as_integer).filter(|range| *range > 0).unwrap_or(1024);
-    if range != i64::from(config.selinux_category_range.get())
-        && set("enable_selinux").and_then(Value::as_bool).unwrap_or(false)
-    {
-        found.push((RANGE, Value::from(range)));
-    }
-    let words = |value: Option<&Value>| -> Vec<String> {
-        let words = value.and_then(Value::as_array).into_iter().flatten();
-        words.filter_map(Value::as_str).map(str::to_owned).collect()
-    };
-    let (mut theirs, mut ours) = (
-        words(handler.get("pod_annotations")),
-        config.pod_annotations.iter().map(|p| p.as_str().to_owned()).collect::<Vec<_>>(),
-    );
-    theirs.sort();
-    ours.sort();
-    if theirs != ours {
-        found.push(("pod_annotations", Value::from(theirs)));
-    }
-    let manager = merged.get("plugins").and_then(|plugins| plugins.get(MANAGER));
-    let mut variables: Vec<String> = config.shim_env.lines().collect();
-    let missing = words(manager.and_then(|manager| manager.get("env")));
-    let missing: Vec<String> =
-        missing.into_iter().filter(|variable| !variables.contains(variable)).collect();
+    let differences = shared::differences(merged, config).into_iter();
+    let differences = differences.chain(shared::annotations(handler, config));
+    found.extend(differences.map(|found| (found.key, found.theirs)));
+    let missing = shared::missing_variables(merged, config);
     if !missing.is_empty() {
         let name = |variable: &str| variable.split('=').next().unwrap_or_default().to_owned();
+        let mut variables: Vec<String> = config.shim_env.lines().collect();
         variables.retain(|set| !missing.iter().any(|new| name(new) == name(set)));
         variables.extend(missing);
         found.push(("shim_env", Value::from(variables)));
     }
     found
 }
-
-/// The plugin with the variables that containerd gives shims.
-const MANAGER: &str = "io.containerd.shim.v1.manager";
 
 #[cfg(test)]
 mod tests {

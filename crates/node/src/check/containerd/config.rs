@@ -10,7 +10,6 @@ use tokio::io::{AsyncRead, AsyncReadExt as _};
 use toml::{Table, Value};
 
 use super::running::{ContainerdProgram, Flags};
-use base::error::IoContext as _;
 
 /// A dump takes a tenth of a second.
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -25,10 +24,10 @@ const REASON_MAX: usize = 500;
 ///
 /// # Errors
 /// Why there is none, in containerd's words if it has some.
-pub(super) fn dump(program: &ContainerdProgram, file: &Path) -> Result<Table, String> {
+pub(super) async fn dump(program: &ContainerdProgram, file: &Path) -> Result<Table, String> {
     let mut command = program.command();
     command.arg("--config").arg(file).args(["config", "dump"]);
-    let output = run(command)?;
+    let output = run(command).await?;
     if !output.status.success() {
         return Err(format!("{}: {}", output.status, last_line(&output.stderr)));
     }
@@ -63,31 +62,24 @@ pub(super) struct Output {
 ///
 /// # Errors
 /// It cannot be started, does not end in time, or prints too much.
-pub(super) fn run(command: Command) -> Result<Output, String> {
-    run_within(command, DEADLINE, OUTPUT_MAX)
+pub(super) async fn run(command: Command) -> Result<Output, String> {
+    run_within(command, DEADLINE, OUTPUT_MAX).await
 }
 
-fn run_within(mut command: Command, deadline: Duration, most: u64) -> Result<Output, String> {
+async fn run_within(mut command: Command, deadline: Duration, most: u64) -> Result<Output, String> {
     command.env_clear().envs(std::env::var_os("PATH").map(|path| ("PATH", path)));
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .step("make a runtime")
-        .map_err(|step| step.to_string())?;
-    runtime.block_on(async {
-        let mut command = tokio::process::Command::from(command);
-        let mut child = command.kill_on_drop(true).spawn().map_err(|e| e.to_string())?;
-        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-        let all = async {
-            let (stdout, stderr) = tokio::try_join!(read(stdout, most), read(stderr, most))?;
-            Ok(Output { status: child.wait().await?, stdout, stderr })
-        };
-        match tokio::time::timeout(deadline, all).await {
-            Ok(output) => output.map_err(|e: io::Error| e.to_string()),
-            Err(_) => Err(format!("does not end within {} s", deadline.as_secs_f32())),
-        }
-    })
+    let mut command = tokio::process::Command::from(command);
+    let mut child = command.kill_on_drop(true).spawn().map_err(|e| e.to_string())?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let all = async {
+        let (stdout, stderr) = tokio::try_join!(read(stdout, most), read(stderr, most))?;
+        Ok(Output { status: child.wait().await?, stdout, stderr })
+    };
+    match tokio::time::timeout(deadline, all).await {
+        Ok(output) => output.map_err(|e: io::Error| e.to_string()),
+        Err(_) => Err(format!("does not end within {} s", deadline.as_secs_f32())),
+    }
 }
 
 async fn read(from: Option<impl AsyncRead + Unpin>, most: u64) -> io::Result<String> {
@@ -117,39 +109,40 @@ mod tests {
         command
     }
 
-    #[test]
-    fn a_program_runs_with_a_deadline_and_bounded_output() {
-        let within = |limit, script: &str| run_within(sh(script), limit, 100).map(|o| o.stdout);
-        let limited = |script: &str| within(Duration::from_secs(30), script);
-        assert_eq!(limited("echo here; pwd").unwrap(), "here\n/\n");
-        let late = within(Duration::from_millis(300), "exec sleep 60").unwrap_err();
+    #[tokio::test]
+    async fn a_program_runs_with_a_deadline_and_bounded_output() {
+        let within =
+            async |limit, script: &str| run_within(sh(script), limit, 100).await.map(|o| o.stdout);
+        let limited = async |script: &str| within(Duration::from_secs(30), script).await;
+        assert_eq!(limited("echo here; pwd").await.unwrap(), "here\n/\n");
+        let late = within(Duration::from_millis(300), "exec sleep 60").await.unwrap_err();
         assert_eq!(late, "does not end within 0.3 s");
-        assert_eq!(limited("yes").unwrap_err(), "prints more than 100 bytes");
-        assert_eq!(limited("yes >&2").unwrap_err(), "prints more than 100 bytes");
-        let none = run(Command::new("/nowhere/containerd")).unwrap_err();
+        assert_eq!(limited("yes").await.unwrap_err(), "prints more than 100 bytes");
+        assert_eq!(limited("yes >&2").await.unwrap_err(), "prints more than 100 bytes");
+        let none = run(Command::new("/nowhere/containerd")).await.unwrap_err();
         assert!(none.contains("No such file"), "{none}");
     }
 
-    #[test]
-    fn a_program_gets_no_environment_but_path() {
-        let output = run(Command::new("env")).unwrap();
+    #[tokio::test]
+    async fn a_program_gets_no_environment_but_path() {
+        let output = run(Command::new("env")).await.unwrap();
         let names = output.stdout.lines().map(|line| line.split('=').next().unwrap());
         assert_eq!(names.collect::<Vec<_>>(), ["PATH"]);
     }
 
-    #[test]
-    fn a_dump_that_fails_has_containerds_reason() {
+    #[tokio::test]
+    async fn a_dump_that_fails_has_containerds_reason() {
         let dir = tempfile::tempdir().unwrap();
-        let script = |text: &str| {
+        let script = async |text: &str| {
             let path = dir.path().join("script");
             std::fs::write(&path, text).unwrap();
             let mut command = Command::new("/bin/sh");
             command.arg(path);
-            let output = run(command).unwrap();
+            let output = run(command).await.unwrap();
             (output.status.success(), last_line(&output.stderr))
         };
         let (success, reason) =
-            script("echo level=warning >&2; echo 'containerd: bad' >&2; exit 1");
+            script("echo level=warning >&2; echo 'containerd: bad' >&2; exit 1").await;
         assert_eq!((success, reason.as_str()), (false, "containerd: bad"));
         assert_eq!(last_line(&"x".repeat(1000)).len(), REASON_MAX);
         assert_eq!(last_line("a\u{1b}[31mb\n\n"), "a[31mb");

@@ -4,33 +4,27 @@
 use super::super::Finding;
 use super::{NodeContainerd, SUBJECT};
 use base::config::Config;
-use base::error::{IoContext as _, StepError};
 use containerd_api::cri::CriClient;
 
 /// Asks CRI for its runtime handlers. `ours` are those of the merged config that name this
 /// sandboxer.
-pub(super) fn examine(node: &NodeContainerd, ours: &[String], config: &Config) -> Vec<Finding> {
+pub(super) async fn examine(
+    node: &NodeContainerd,
+    ours: &[String],
+    config: &Config,
+) -> Vec<Finding> {
     if !node.runs_with_file || ours.is_empty() {
         // The finding of the socket, or of the config, says so; or the file is not containerd's.
         return Vec::new();
     }
-    match handlers(config) {
-        Ok(known) => loaded_findings(ours, &known, &node.unit),
+    match CriClient::new(&config.containerd_address).status().await {
+        Ok(status) => loaded_findings(ours, &CriClient::handlers_of(status), &node.unit),
         Err(step) => vec![Finding::warn(
             SUBJECT,
             step.to_string(),
             format!("its runtime handlers are unknown: see journalctl -u {}", node.unit),
         )],
     }
-}
-
-fn handlers(config: &Config) -> Result<Vec<String>, StepError> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .step("make a runtime")?;
-    let status = runtime.block_on(CriClient::new(&config.containerd_address).status())?;
-    Ok(CriClient::handlers_of(status))
 }
 
 fn loaded_findings(ours: &[String], known: &[String], unit: &str) -> Vec<Finding> {

@@ -66,6 +66,16 @@ impl NodeContainerd {
         (self.pid.is_some() && !self.runs_with_file).then_some(its_file)
     }
 
+    /// Whether there is a containerd: one runs, or its program is there.
+    pub(crate) fn is_installed(&self) -> bool {
+        let ContainerdProgram::File(path) = &self.program else { return true };
+        let listed = std::env::var_os("PATH").unwrap_or_default();
+        // A path with a directory is not searched.
+        path.is_file()
+            || path.components().count() == 1
+                && std::env::split_paths(&listed).any(|directory| directory.join(path).is_file())
+    }
+
     /// The command that repeats the last `enable`.
     pub(crate) fn enable_command(&self) -> String {
         EnabledOptions::of_config(&self.file).command()
@@ -76,9 +86,9 @@ impl NodeContainerd {
     ///
     /// # Errors
     /// The command that fails, and why.
-    pub(crate) fn dump(&self) -> Result<Table, String> {
+    pub(crate) async fn dump(&self) -> Result<Table, String> {
         let shown = self.file.display();
-        let mut table = config::dump(&self.program, &self.file).map_err(|reason| {
+        let mut table = config::dump(&self.program, &self.file).await.map_err(|reason| {
             let program = self.program.path().display();
             format!("`{program} --config {shown} config dump` fails: {reason}")
         })?;
@@ -122,8 +132,8 @@ impl NodeContainerd {
     ///
     /// # Errors
     /// The version, or why the program is no containerd.
-    pub(crate) fn supported(&self) -> Result<(), String> {
-        let (finding, supported) = super::examine_program(&self.program);
+    pub(crate) async fn supported(&self) -> Result<(), String> {
+        let (finding, supported) = super::examine_program(&self.program).await;
         if supported { Ok(()) } else { Err(format!("containerd: {}", finding.fact)) }
     }
 }

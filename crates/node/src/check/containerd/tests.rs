@@ -178,10 +178,10 @@ fn containerd_versions_are_rated() {
     assert_eq!(super::version("").level, Level::Warn);
 }
 
-#[test]
-fn a_program_that_is_not_there_is_reported() {
+#[tokio::test]
+async fn a_program_that_is_not_there_is_reported() {
     let (finding, is_containerd) =
-        examine_program(&ContainerdProgram::File("/nowhere/containerd".into()));
+        examine_program(&ContainerdProgram::File("/nowhere/containerd".into())).await;
     assert!(!is_containerd);
     assert_eq!(finding.level, Level::Warn);
     assert!(finding.fact.contains("/nowhere/containerd"), "{finding}");
