@@ -328,29 +328,19 @@ extern "C" fn child(work: *mut c_void) -> c_int {
     unsafe { libc::_exit(1) }
 }
 
-/// Confines itself and executes the program; the number of the step that failed.
-///
-/// # Safety
-/// For a child of [`clone`] alone, which shares the parent's memory: nothing here allocates, and
-/// ids are set by bare system calls, as the C library's would set them for all of the parent's
-/// threads.
-unsafe fn steps(work: &Work<'_>) -> c_int {
-    /// A classic BPF filter: the few calls of a pause, all else kills.
-    const CALLS: [libc::c_long; 6] = [
-        libc::SYS_execveat,
-        libc::SYS_rt_sigprocmask,
-        libc::SYS_rt_sigtimedwait,
-        libc::SYS_wait4,
-        libc::SYS_prctl,
-        libc::SYS_exit_group,
-    ];
-    let write = |path: *const libc::c_char, value: &[u8]| {
-        // SAFETY: the path ends in NUL; pointer and length are a slice's.
-        unsafe {
-            let file = libc::open(path, libc::O_WRONLY | libc::O_CLOEXEC);
-            file >= 0 && libc::write(file, value.as_ptr().cast(), value.len()) >= 0
-        }
-    };
+/// The system calls of a pause process.
+const CALLS: [libc::c_long; 6] = [
+    libc::SYS_execveat,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_wait4,
+    libc::SYS_prctl,
+    libc::SYS_exit_group,
+];
+
+/// A classic BPF filter that allows the calls of a pause process; any other call kills it. It does
+/// not allocate.
+fn filter() -> [libc::sock_filter; 2 + CALLS.len() + 1] {
     let instruction =
         |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf, k };
     let mut filter = [instruction(0, 0, 0, 0); 2 + CALLS.len() + 1];
@@ -364,6 +354,24 @@ unsafe fn steps(work: &Work<'_>) -> c_int {
         instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_KILL_PROCESS);
     filter[2 + CALLS.len()] =
         instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW);
+    filter
+}
+
+/// Confines itself and executes the program; the number of the step that failed.
+///
+/// # Safety
+/// For a child of [`clone`] alone, which shares the parent's memory: nothing here allocates, and
+/// ids are set by bare system calls, as the C library's would set them for all of the parent's
+/// threads.
+unsafe fn steps(work: &Work<'_>) -> c_int {
+    let write = |path: *const libc::c_char, value: &[u8]| {
+        // SAFETY: the path ends in NUL; pointer and length are a slice's.
+        unsafe {
+            let file = libc::open(path, libc::O_WRONLY | libc::O_CLOEXEC);
+            file >= 0 && libc::write(file, value.as_ptr().cast(), value.len()) >= 0
+        }
+    };
+    let mut filter = filter();
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
     let arguments = [c"/pause".as_ptr(), std::ptr::null()];
     let environment = [std::ptr::null::<libc::c_char>()];

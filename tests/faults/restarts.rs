@@ -100,13 +100,12 @@ fn exits(node: &Node) -> Result<BTreeSet<String>> {
     Ok(lines.filter_map(word).collect())
 }
 
-/// By SIGTERM, by SIGKILL and into another binary, with a Wait pending on every pod, each time with
-/// a pause that dies meanwhile.
-async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
+/// Several clients run the pods side by side.
+async fn run_many(node: &Arc<Node>) -> Result<Vec<Pod>> {
     let how_many = kit::fewer("pods", PODS) as usize;
     let mut clients = JoinSet::new();
     for client in 0..CLIENTS {
-        let node = Arc::clone(&node);
+        let node = Arc::clone(node);
         clients.spawn(async move {
             let cri = Cri::new(node.layout().containerd_socket());
             let mut pods = Vec::new();
@@ -122,6 +121,15 @@ async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
     while let Some(ended) = clients.join_next().await {
         pods.extend(ended??);
     }
+    Ok(pods)
+}
+
+/// The sandboxer is restarted by SIGTERM, by SIGKILL and into another binary, with a Wait pending on
+/// every pod. Each time a pause dies meanwhile.
+///
+/// Promise: restart_loses_no_pod.
+async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
+    let mut pods = run_many(&node).await?;
     let before = pids(&node, &pods).await?;
     let exits_before = exits(&node)?;
     let newer = node.layout().top.join("newer-sandboxer");
@@ -201,6 +209,8 @@ async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
 /// containerd waits about a second for the first answer of a socket. What it could not ask about by
 /// then is Unknown to it: the pod is listed as not ready although its own status is ready and its
 /// containers run, but it starts no further one until containerd is restarted once more.
+///
+/// Promise: restart_loses_no_pod.
 async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
     for how in ["alone", "killed alone", "both", "slow", "late", "too late"] {
         let pods = [
@@ -352,6 +362,7 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
 /// kill.
 const EVERY: usize = 6;
 
+/// Promise: kill_at_any_call_loses_nothing.
 async fn node_killed_in_run_pod_sandbox(node: Arc<Node>) -> Result<()> {
     let before = node.snapshot()?;
     let mut killed = 0;

@@ -194,7 +194,12 @@ async fn churn(
          sandboxer ended {terminated} times and \
          killed {shot} times, containerd restarted {restarted} times"
     );
-    for one in living.iter() {
+    check_all(living).await
+}
+
+/// Each pod is alive and reported as alive, or its death is reported.
+async fn check_all(living: &[Living]) -> Result<()> {
+    for one in living {
         if one.killed {
             until("its death is reported", Duration::from_secs(20), async || {
                 ensure!(

@@ -120,7 +120,12 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
         "pause: security label",
         String::from_utf8_lossy(&label).trim_end_matches(['\0', '\n']),
     );
-    for line in read("cgroup")?.lines() {
+    pause_cgroups(&read("cgroup")?, facts)
+}
+
+/// The cgroups of the pause process, as `/proc/PID/cgroup` lists them, and its share of CPU time.
+fn pause_cgroups(cgroups: &str, facts: &mut Facts) -> Result<()> {
+    for line in cgroups.lines() {
         if let [_, controllers, path] = line.splitn(3, ':').collect::<Vec<_>>()[..] {
             facts.add(
                 format!(
@@ -131,7 +136,6 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
             );
         }
     }
-    let cgroups = read("cgroup")?;
     let of_cpu = cgroups
         .lines()
         .find(|line| line.split(':').nth(1).is_some_and(|c| c.split(',').any(|c| c == "cpu")));

@@ -118,19 +118,21 @@ fn at(time: &MessageField<protobuf::well_known_types::timestamp::Timestamp>) -> 
     time.as_ref().map(|time| (time.seconds, time.nanos))
 }
 
+fn sandbox() -> types::Sandbox {
+    let runtime = types::sandbox::Runtime { name: "runc".into(), ..Default::default() };
+    types::Sandbox {
+        sandbox_id: id("a"),
+        runtime: MessageField::some(runtime),
+        extensions: [("metadata".to_owned(), any("m", b"{}"))].into(),
+        ..Default::default()
+    }
+}
+
 #[tokio::test]
 async fn the_nine_rpcs_of_the_controller_carry_everything() {
     let node = Node::start();
     for client in node.clients().await {
-        let sandbox = types::Sandbox {
-            sandbox_id: id("a"),
-            runtime: MessageField::some(types::sandbox::Runtime {
-                name: "runc".into(),
-                ..Default::default()
-            }),
-            extensions: [("metadata".to_owned(), any("m", b"{}"))].into(),
-            ..Default::default()
-        };
+        let sandbox = sandbox();
         let create = c::ControllerCreateRequest {
             sandbox_id: id("a"),
             options: MessageField::some(any("runtime.v1.PodSandboxConfig", b"cfg")),
@@ -327,6 +329,7 @@ fn connect_as(uid: u32, socket: &Path) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
+/// Promise: only_root_calls.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn another_user_is_refused_by_mode_and_by_credentials() {
     let node = Node::start();

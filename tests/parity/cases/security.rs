@@ -18,6 +18,7 @@ fn number(value: i64) -> protobuf::MessageField<api::Int64Value> {
     Some(api::Int64Value { value, ..Default::default() }).into()
 }
 
+#[allow(clippy::too_many_lines, reason = "a table of cases")]
 pub(super) fn security() -> Vec<Case> {
     let selinux = |level: &str| SELinuxOption {
         user: "system_u".to_owned(),
