@@ -339,7 +339,7 @@ impl Hold {
     }
 }
 
-/// The table and the list of SPECIFICATION.md.
+/// Returns the table and the list of docs/performance.md.
 fn numbers(report: &Value) -> String {
     let mut table = "| number | to hold | measured |\n|---|---|---|\n".to_owned();
     let mut list = String::new();

@@ -341,6 +341,7 @@ mod tests {
         assert!(shown(LogFormat::Text, "x", &fields).ends_with(" sandbox=logging-test\n"));
     }
 
+    /// Promise: log_lines_cannot_be_forged.
     #[test]
     fn a_line_stays_one_line() {
         let fields = [("sandbox", "a\nb".into())];
@@ -350,6 +351,7 @@ mod tests {
         assert_eq!(shown(LogFormat::Json, "x\ny", &fields).matches('\n').count(), 1);
     }
 
+    /// Promise: log_lines_cannot_be_forged.
     #[test]
     fn what_a_viewer_would_obey_is_escaped() {
         let hostile =

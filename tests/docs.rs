@@ -1,5 +1,5 @@
-//! The documents follow the program: every line of the log and every setting has its place in them,
-//! and their links lead somewhere.
+//! The documents match the program: they explain every error line of the log and every setting,
+//! every promise has a test, and every link has a target.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -7,6 +7,7 @@
     reason = "a test fails by panicking"
 )]
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -20,7 +21,7 @@ fn file(path: &str) -> String {
     fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
-/// All files below a directory with this ending.
+/// Returns all files below a directory with this ending.
 fn files(dir: &str, ending: &str) -> Vec<PathBuf> {
     let (mut dirs, mut found) = (vec![root().join(dir)], Vec::new());
     while let Some(dir) = dirs.pop() {
@@ -37,8 +38,8 @@ fn files(dir: &str, ending: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The message of a call of a log macro, given what follows its opening bracket: the first string
-/// behind the fields, which end in a semicolon.
+/// Returns the message of a call of a log macro: the first string behind the fields, which end in a
+/// semicolon. `call` is the text behind the opening bracket.
 fn message(call: &str) -> String {
     let (mut depth, mut chars, mut first) = (0, call.chars(), None);
     while let Some(c) = chars.next() {
@@ -62,7 +63,7 @@ fn message(call: &str) -> String {
     first.unwrap_or_default()
 }
 
-/// What lines of the log of these levels begin with, up to what differs; with where they are.
+/// Returns the place of each log line of these levels, and the constant text at its beginning.
 fn lines_of_the_log(levels: &[&str]) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     for path in files("src", "rs") {
@@ -85,9 +86,9 @@ fn lines_of_the_log(levels: &[&str]) -> Vec<(String, String)> {
     lines
 }
 
-/// What a message begins with, given the code before it and all code of its file. One that begins
-/// with an argument begins with `…` and its first words, or, if it has none, with what the callers
-/// of its function name.
+/// Returns the constant beginnings of a message, given the code before it and all code of its file.
+/// A message that begins with an argument has `…` and its first words, or, if it has none, the texts
+/// that the callers of its function pass.
 fn beginnings(message: &str, before: &str, code: &str) -> Vec<String> {
     let words = |text: &str| text.chars().take_while(|c| *c != '{').collect::<String>();
     let Some((_, rest)) = message.strip_prefix('{').and_then(|text| text.split_once('}')) else {
@@ -104,18 +105,20 @@ fn beginnings(message: &str, before: &str, code: &str) -> Vec<String> {
 
 #[test]
 fn a_line_that_begins_with_an_argument_is_known_by_its_words_or_its_callers() {
-    let of = |message: &str| {
+    let known = |message: &str| {
         let before = "fn other() {}\nfn fail(what: &str) { ";
         let code =
             format!("{before}...\n    fail(\"failed to x\", y);\n    fail(\"failed to z\");");
         beginnings(message, before, &code)
     };
-    assert_eq!(of("failed to a {b}: {c}"), ["failed to a "]);
-    assert_eq!(of("{} is not a directory: {e}"), ["… is not a directory: "]);
-    assert_eq!(of("{what}: {step}"), ["failed to x: ", "failed to z: "]);
+    assert_eq!(known("failed to a {b}: {c}"), ["failed to a "]);
+    assert_eq!(known("{} is not a directory: {e}"), ["… is not a directory: "]);
+    assert_eq!(known("{what}: {step}"), ["failed to x: ", "failed to z: "]);
 }
 
-/// An error asks an operator to act, so the page explains it. Whatever the page explains is logged.
+/// An error asks an operator to act, so the page explains it. The page explains no other line.
+///
+/// Promise: errors_are_explained.
 #[test]
 fn every_error_line_of_the_log_is_explained() {
     let operate = file("docs/operate.md");
@@ -146,7 +149,7 @@ fn every_error_line_of_the_log_is_explained() {
     }
 }
 
-/// `docs/configure.md` as the table of settings has it.
+/// Returns `docs/configure.md` as generated from the table of settings.
 fn configure() -> String {
     let default = Config::default();
     let mut text = "\
@@ -202,7 +205,7 @@ fn the_page_of_settings_is_up_to_date() {
     );
 }
 
-/// The documents of the repository.
+/// Returns the documents of the repository.
 fn pages() -> Vec<PathBuf> {
     let top = fs::read_dir(root()).unwrap().map(|entry| entry.unwrap().path());
     let top = top.filter(|path| path.extension().is_some_and(|ending| ending == "md"));
@@ -211,7 +214,7 @@ fn pages() -> Vec<PathBuf> {
     top.chain(files("docs", "md")).chain(below).collect()
 }
 
-/// The anchors of a document's headings, as GitHub makes them.
+/// Returns the anchors of a document's headings, as GitHub makes them.
 fn anchors(text: &str) -> Vec<String> {
     let headings = text.lines().filter(|line| line.starts_with('#'));
     let headings = headings.map(|line| line.trim_start_matches('#').trim().to_lowercase());
@@ -249,7 +252,6 @@ fn links_lead_somewhere() {
     assert_eq!(anchors("# Who may `import` whom?\ntext\n"), ["who-may-import-whom"]);
 }
 
-/// Commands in the pages exist.
 #[test]
 fn commands_in_the_pages_exist() {
     let help = std::process::Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
@@ -279,107 +281,33 @@ fn commands_in_the_pages_exist() {
     assert!(seen > 10, "only {seen} commands were seen");
 }
 
-/// The items of a page's lists, with their indented lines.
-fn items(page: &str) -> Vec<String> {
-    let mut items: Vec<String> = Vec::new();
-    let mut inside = false;
-    for line in file(page).lines() {
-        if line.starts_with("- ") {
-            items.push(line.to_owned());
-            inside = true;
-        } else if inside && line.starts_with("  ") {
-            items.last_mut().unwrap().extend(["\n", line]);
-        } else {
-            inside = false;
-        }
-    }
-    items
+/// Returns the names that follow `Promise: ` in a text.
+fn promised(text: &str) -> BTreeSet<String> {
+    let names = text.split("Promise: ").skip(1).map(|text| {
+        let name = text.trim_start_matches('`').chars();
+        name.take_while(|c| c.is_ascii_lowercase() || *c == '_').collect::<String>()
+    });
+    names.filter(|name| !name.is_empty()).collect()
 }
 
-/// What the items of a page name in backticks behind `Shown by:`, each with the file or directory
-/// that precedes it with a colon.
-fn shown_by(page: &str) -> Vec<(String, Option<String>)> {
-    let mut named = Vec::new();
-    for item in items(page) {
-        let Some((_, proof)) = item.split_once("Shown by:") else { continue };
-        let mut place = None;
-        let parts: Vec<&str> = proof.split('`').collect();
-        for name in (1..parts.len()).step_by(2) {
-            if parts[name - 1].contains(';') {
-                place = None;
-            }
-            named.push((parts[name].to_owned(), place.clone()));
-            let is_path = parts[name].contains('/') || parts[name].ends_with(".rs");
-            if is_path && parts.get(name + 1).is_some_and(|after| after.starts_with(':')) {
-                place = Some(parts[name].to_owned());
-            }
-        }
-    }
-    named
-}
-
-/// What a page names as the proof of a promise is there: a test, a module of tests, a file, a stage
-/// of the node of `tests/vm`, or a command of the Makefile.
+/// Each promise of SPECIFICATION.md has a test, and each test and defence names a promise.
 #[test]
-fn tests_that_are_named_exist() {
-    let below = |dir: &str| -> String {
-        files(dir, "rs").iter().map(|path| fs::read_to_string(path).unwrap()).collect()
-    };
-    let everything = ["src", "crates", "tests", "runc-shim"].map(below).concat();
-    let (stages, makefile) = (file("tests/vm/stages"), file("Makefile"));
-    let exists = |name: &str, place: Option<&str>| {
-        let sources = match place.map(|place| (root().join(place), place)) {
-            None => everything.clone(),
-            Some((path, place)) if path.is_dir() => below(place),
-            Some((_, place)) => file(place),
-        };
-        if let Some(target) = name.strip_prefix("make ") {
-            return makefile.contains(&format!("\n{target}:"));
-        }
-        let is_setting =
-            name.contains('=') || name.chars().all(|c| c.is_ascii_uppercase() || c == '_');
-        if name.starts_with("cargo ") || name.starts_with("--") || is_setting {
-            return true;
-        }
-        if name.contains('/') || name.ends_with(".rs") {
-            return root().join(name).exists();
-        }
-        let (module, test) =
-            name.rsplit_once("::").map_or((None, name), |(module, test)| (Some(module), test));
-        let module = module.is_none_or(|module| everything.contains(&format!("mod {module};")));
-        let case = test == "…" || sources.contains(&format!("fn {test}("));
-        module && case
-            || stages
-                .split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
-                .any(|stage| stage == name)
-    };
-    for page in ["SPECIFICATION.md", "docs/security.md"] {
-        let named = shown_by(page);
-        assert!(named.len() > 30, "{page}: only {} names were seen", named.len());
-        let missing: Vec<_> =
-            named.iter().filter(|(name, place)| !exists(name, place.as_deref())).collect();
-        assert!(missing.is_empty(), "{page} names what there is not: {missing:?}");
-    }
-    let nowhere =
-        ["no_such_test", "tests/nowhere.rs", "make nothing"].iter().all(|name| !exists(name, None));
-    assert!(nowhere && !exists("tests_that_are_named_exist", Some("tests/life/main.rs")));
+fn every_promise_has_a_test() {
+    let sheet = file("SPECIFICATION.md");
+    let rows = sheet.lines().filter_map(|line| line.strip_prefix("- `"));
+    let promises: BTreeSet<String> =
+        rows.map(|row| row.split('`').next().unwrap().to_owned()).collect();
+    assert!(promises.len() > 30, "{promises:?}");
+    let sources = ["src", "crates", "runc-shim/src", "runc-shim/tests", "tests", "fuzz/src"];
+    let sources = sources.iter().flat_map(|dir| files(dir, "rs"));
+    let shown: BTreeSet<String> =
+        sources.flat_map(|path| promised(&fs::read_to_string(path).unwrap())).collect();
+    assert_eq!(promises, shown, "SPECIFICATION.md (left) and the tests (right)");
+    let defended = promised(&file("docs/security.md"));
+    assert!(defended.len() > 5 && defended.is_subset(&promises), "{defended:?}");
 }
 
-/// Each attack has a defence with its test, or a sentence that says why there is none.
-#[test]
-fn every_defence_names_its_test() {
-    let attacks: Vec<String> =
-        items("docs/security.md").into_iter().filter(|item| item.starts_with("- **")).collect();
-    for attack in &attacks {
-        let shown = attack
-            .split_once("Shown by:")
-            .is_some_and(|(before, proof)| before.contains("\n  Defence: ") && proof.contains('`'));
-        assert!(shown || attack.contains("\n  Not defended: "), "{attack}");
-    }
-    assert!(attacks.len() > 20, "only {} attacks were seen", attacks.len());
-}
-
-/// With a newer toolchain something newer than what is promised would be used unseen.
+/// With a newer toolchain the program could use features that the promised one lacks.
 #[test]
 fn the_toolchain_is_the_promised_one() {
     let table = |path: &str| file(path).parse::<toml::Table>().unwrap();

@@ -3,6 +3,8 @@
 //!
 //! With `FUZZ_SEEDS` it writes the seeds of all targets to that directory instead, and prints the
 //! targets' names. Files are made in `FUZZ_SCRATCH`.
+//!
+//! Promise: input_never_panics.
 #![no_main]
 
 mod memory;

@@ -291,6 +291,7 @@ mod tests {
         assert_eq!(fail(refused.into()), "stop scope x.scope: Connection refused (os error 111)");
     }
 
+    /// Promise: foreign_process_survives.
     #[test]
     fn a_forged_end_of_a_job_is_passed_over() {
         let path =

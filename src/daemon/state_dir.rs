@@ -246,6 +246,7 @@ mod tests {
         assert!(lock(dir.path()).is_ok());
     }
 
+    /// Promise: state_has_one_daemon.
     #[test]
     fn the_lock_of_a_killed_daemon_that_hangs_is_replaced() {
         let Some(freezer) = Freezer::new("state-dir-test").unwrap() else {

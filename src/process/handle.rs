@@ -172,6 +172,8 @@ mod tests {
 
     /// As a process that also holds a socket of another mount namespace: the path alone does not
     /// tell the two.
+    ///
+    /// Promise: foreign_process_survives.
     #[test]
     fn a_socket_is_taken_by_its_path_kind_and_cookie() {
         use std::os::unix::net::{UnixDatagram, UnixListener};

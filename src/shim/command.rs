@@ -296,6 +296,7 @@ mod tests {
         assert!(error.contains("timed out after 10 s"), "{error}");
     }
 
+    /// Promise: runtime_command_has_a_deadline.
     #[tokio::test]
     async fn a_call_that_times_out_is_killed_with_its_children() {
         let mut command = Command::new("/bin/sh");

@@ -173,6 +173,7 @@ fn log_line(sandbox: &str, line: &str) {
 mod tests {
     use super::*;
 
+    /// Promise: log_lines_cannot_be_forged.
     #[tokio::test(start_paused = true)]
     async fn lines_are_cut_and_counted() {
         let mut lines = Lines::new();

@@ -104,6 +104,7 @@ mod tests {
 
     use super::*;
 
+    /// Promise: only_files_of_root_count.
     #[test]
     fn a_program_that_others_can_change_is_refused() {
         if kit::skip_without_root() {

@@ -183,6 +183,7 @@ mod tests {
         (dir, path)
     }
 
+    /// Promise: only_root_calls.
     #[test]
     fn a_bound_socket_has_mode_0600_and_answers() {
         let (dir, path) = scratch();

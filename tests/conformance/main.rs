@@ -7,6 +7,8 @@
 //! All happens in network and IPC namespaces of its own, with a registry on loopback that holds
 //! images made here. CONFORMANCE_DIR names what `tests/kit/fetch-conformance` has fetched,
 //! CONFORMANCE_AT_ONCE how many cases run at a time, CONFORMANCE_LOGS where critest's logs go.
+//!
+//! Promise: conformance_holds.
 
 mod crictl;
 mod images;

@@ -17,6 +17,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases![both: fifty_pods]
 }
 
+/// Promise: removal_leaves_nothing.
 async fn fifty_pods(bench: Bench) -> Result<()> {
     let how_many = kit::fewer("pods", PODS) as usize;
     // Each client has a connection of its own and runs its share one after another.

@@ -17,6 +17,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases![both: exec, logs, crash_and_recreate]
 }
 
+/// Promise: cri_works.
 async fn exec(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("exec")).await?;
     let container = pod.run(ContainerSpec::sleeping("main")).await?;
@@ -37,6 +38,7 @@ async fn exec(bench: Bench) -> Result<()> {
     pod.remove().await
 }
 
+/// Promise: cri_works.
 async fn logs(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("logs")).await?;
     let container =

@@ -101,6 +101,7 @@ async fn large_annotation(bench: Bench) -> Result<()> {
 /// A sandbox id as containerd makes them up.
 const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
+/// Promise: invalid_request_names_the_field.
 async fn malformed_requests_name_the_field(bench: Bench) -> Result<()> {
     let controller = bench.node.sandboxer();
     let before = bench.node.snapshot()?;
@@ -188,6 +189,7 @@ async fn unknown_ids(bench: Bench) -> Result<()> {
     controller.shutdown(ID).await.context("Shutdown of an unknown id")
 }
 
+/// Promise: cri_works.
 async fn repeated_calls(bench: Bench) -> Result<()> {
     let controller = bench.node.sandboxer();
     let home = bench.node.prepare(PodSpec::new("twice").host_network())?;
@@ -241,6 +243,8 @@ async fn repeated_calls(bench: Bench) -> Result<()> {
 }
 
 /// Another client of containerd's, in a namespace of its own, asks for the id of a live pod.
+///
+/// Promise: other_namespaces_are_refused.
 async fn another_namespace_of_containerd(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("namespace").host_network()).await?;
     let (layout, id) = (bench.node.layout(), pod.id());
@@ -282,6 +286,8 @@ async fn another_namespace_of_containerd(bench: Bench) -> Result<()> {
 }
 
 /// Only root may call.
+///
+/// Promise: only_root_calls.
 async fn only_root_can_connect(bench: Bench) -> Result<()> {
     ensure!(bench.handler == Handler::Ours, "a case of this sandboxer alone");
     let grpc = bench.node.layout().sandboxer_socket();

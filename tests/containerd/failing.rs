@@ -16,6 +16,8 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// containerd hands over the path of a file that is no namespace: its pod network has unmounted it.
+///
+/// Promise: failed_start_leaves_nothing.
 async fn bad_netns(bench: Bench) -> Result<()> {
     let home = bench.node.prepare(PodSpec::new("bad-netns"))?;
     let answer =
@@ -33,6 +35,8 @@ async fn bad_netns(bench: Bench) -> Result<()> {
 }
 
 /// The cgroup's parent is below a file.
+///
+/// Promise: failed_start_leaves_nothing.
 async fn impossible_cgroup(bench: Bench) -> Result<()> {
     let parent = format!("{}/cgroup.procs/pod", bench.node.layout().cgroup());
     let error = refused(&bench, PodSpec::new("no-cgroup").cgroup_parent(&parent)).await?;
@@ -42,6 +46,8 @@ async fn impossible_cgroup(bench: Bench) -> Result<()> {
 
 /// A sysctl of the pod's own network that does not exist is found out in the middle of Start,
 /// inside the pod's namespaces.
+///
+/// Promise: failed_start_leaves_nothing.
 async fn unknown_sysctl(bench: Bench) -> Result<()> {
     let error =
         refused(&bench, PodSpec::new("no-sysctl").sysctl("net.ipv4.no_such_thing", "1")).await?;
@@ -63,6 +69,7 @@ async fn then_a_good_one(bench: &Bench) -> Result<()> {
     pod.remove().await
 }
 
+/// Promise: failed_start_leaves_nothing.
 async fn caller_gives_up(bench: Bench) -> Result<()> {
     give_up(&bench, PodSpec::new).await
 }

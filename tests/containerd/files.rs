@@ -65,6 +65,8 @@ async fn given_dns(bench: Bench) -> Result<()> {
 
 /// The files and the shared memory of a living pod are deleted, as a restarted containerd does to a
 /// pod whose sandboxer it does not know.
+///
+/// Promise: pod_files_are_restored.
 async fn deleted_files(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("deleted").dns(&["10.0.0.10"], &[], &[])).await?;
     let old = pod.run(ContainerSpec::sleeping("old")).await?;

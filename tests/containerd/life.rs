@@ -13,6 +13,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases![both: life, verbose_status, list, without_linux_section, restart_of_containerd]
 }
 
+/// Promise: cri_works.
 async fn life(bench: Bench) -> Result<()> {
     let cri = bench.node.cri();
     let events = bench.node.events().await?;
@@ -221,6 +222,8 @@ async fn without_linux_section(bench: Bench) -> Result<()> {
 }
 
 /// containerd may be restarted under a living pod.
+///
+/// Promise: cri_works.
 async fn restart_of_containerd(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("restart").pid(api::NamespaceMode::POD)).await?;
     let container = pod.run(ContainerSpec::sleeping("old")).await?;

@@ -81,6 +81,7 @@ async fn private_pid(bench: Bench) -> Result<()> {
     pod.remove().await
 }
 
+/// Promise: pods_equal_the_builtins.
 async fn shared_ipc(bench: Bench) -> Result<()> {
     let (pod, one, other) = two(&bench, PodSpec::new("ipc")).await?;
     one.sh(&format!("probe shm-make {} 'in the segment'", key())).await?;
@@ -139,6 +140,8 @@ async fn host_ipc(bench: Bench) -> Result<()> {
 
 /// What a container that shares the pod's PID namespace finds behind `/proc/1`: nothing of the
 /// node.
+///
+/// Promise: pause_is_confined.
 async fn root_of_the_pause(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("jail").pid(NamespaceMode::POD)).await?;
     let plain = pod.run(ContainerSpec::sleeping("plain")).await?;

@@ -65,6 +65,7 @@ async fn pod_network(bench: Bench) -> Result<()> {
     pod.remove().await
 }
 
+/// Promise: cri_works.
 async fn port_forward(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("forward")).await?;
     serving(&pod).await?;

@@ -39,6 +39,7 @@ async fn tells_plugins(bench: &Bench) -> Result<bool> {
     }
 }
 
+/// Promise: pods_equal_the_builtins.
 async fn nri_plugin(bench: Bench) -> Result<()> {
     plugin_receives(bench, PodSpec::new("nri").label("of", "the pod")).await
 }

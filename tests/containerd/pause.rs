@@ -19,6 +19,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases![both: killed_pause, killed_pause_of_an_idle_pod]
 }
 
+/// Promise: exit_is_published_once.
 async fn killed_pause(bench: Bench) -> Result<()> {
     bench.builtin_leaves(
         &["process", "shim socket"],
@@ -28,6 +29,7 @@ async fn killed_pause(bench: Bench) -> Result<()> {
     killed(&bench, true).await
 }
 
+/// Promise: exit_is_published_once.
 async fn killed_pause_of_an_idle_pod(bench: Bench) -> Result<()> {
     killed(&bench, false).await
 }

@@ -105,15 +105,19 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     Ok(())
 }
 
+/// Promise: enable_is_undone.
 async fn a_config_of_version_2(node: Arc<Node>) -> Result<()> {
     there_and_back(&Etc::new(node, 2, "").await?).await
 }
 
+/// Promise: enable_is_undone.
 async fn a_config_of_version_3(node: Arc<Node>) -> Result<()> {
     there_and_back(&Etc::new(node, 3, "").await?).await
 }
 
 /// From containerd 2.3 on; an older one does not start with it, so that here is nothing to enable.
+///
+/// Promise: enable_is_undone.
 async fn a_config_of_version_4(node: Arc<Node>) -> Result<()> {
     let old = ["2.0.", "2.1.", "2.2."].iter().any(|of| node.parts().version().starts_with(of));
     if !old {
@@ -128,6 +132,7 @@ async fn a_config_of_version_4(node: Arc<Node>) -> Result<()> {
     Ok(())
 }
 
+/// Promise: enable_is_undone.
 async fn a_config_with_imports(node: Arc<Node>) -> Result<()> {
     for (version, head) in
         [(2, "imports = [\n  'other.toml', # one\n]\n"), (3, "imports = [\"conf.d/*.toml\"]\n")]
@@ -159,6 +164,7 @@ async fn a_missing_import_is_refused(node: Arc<Node>) -> Result<()> {
     Ok(())
 }
 
+/// Promise: enable_is_undone.
 async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>) -> Result<()> {
     node.start_sandboxer().await?;
     let etc = Etc::new(node, 3, "").await?;
@@ -181,6 +187,7 @@ async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>)
 /// What an operator adds, for example while `disable --wait` waits.
 pub(crate) const EDIT: &str = "# of an operator\n";
 
+/// Promise: removal_waits_for_pods.
 async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     etc.with_restart(&["enable", "--offline"], always).await?.well()?;
@@ -264,6 +271,8 @@ async fn a_pod_that_comes_before_the_restart_keeps_its_handler(node: Arc<Node>) 
 }
 
 /// A command that is killed leaves one of these.
+///
+/// Promise: enable_is_undone.
 async fn an_interrupted_command_is_completed_or_undone(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     let before = etc.files();
@@ -288,6 +297,7 @@ async fn an_interrupted_command_is_completed_or_undone(node: Arc<Node>) -> Resul
     Ok(())
 }
 
+/// Promise: only_files_of_root_count.
 async fn what_others_can_write_and_a_second_command_are_refused(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     let before = etc.files();
@@ -338,6 +348,8 @@ async fn a_full_disk_leaves_nothing_half_written(node: Arc<Node>) -> Result<()> 
 
 /// Both handlers' pods run, and nothing of them is left, also where a step fails or the test is
 /// interrupted.
+///
+/// Promise: selftest_leaves_nothing.
 async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
     node.start_sandboxer().await?;
     let etc = Etc { node: node.clone() };

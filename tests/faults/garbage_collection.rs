@@ -30,6 +30,8 @@ pub(crate) fn cases() -> Vec<Case> {
 
 /// Sandboxes that containerd does not know, one of which has ended: both go, and one that
 /// containerd knows stays though it has ended and no call asks for it.
+///
+/// Promise: orphans_are_removed.
 async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
     let controller = node.sandboxer();
     let kept = node.run(Handler::Ours, PodSpec::new("kept").host_network()).await?;
@@ -68,6 +70,8 @@ async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
 }
 
 /// Also when the daemon is restarted meanwhile.
+///
+/// Promise: orphans_are_removed.
 async fn created_and_never_started() -> Result<()> {
     let standalone = Standalone::new("abandoned_after = 2\n")?;
     standalone.start().await?;
@@ -99,6 +103,8 @@ async fn created_and_never_started() -> Result<()> {
 
 /// Directories of sandboxes in which there is no record: empty, with a stage, with shared memory
 /// mounted twice.
+///
+/// Promise: orphans_are_removed.
 async fn directories_and_mounts_without_a_record() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -158,6 +164,8 @@ async fn directories_and_mounts_without_a_record() -> Result<()> {
 }
 
 /// A pause whose record directory is gone altogether.
+///
+/// Promise: orphans_are_removed.
 async fn pauses_without_a_record() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -188,6 +196,8 @@ async fn pauses_without_a_record() -> Result<()> {
 
 /// Two daemons of one machine with sandboxes of the same ids, and a process that only looks like a
 /// pause.
+///
+/// Promise: orphans_are_removed.
 async fn pauses_of_other_daemons_stay() -> Result<()> {
     let (ours, theirs) = (Standalone::started().await?, Standalone::started().await?);
     let id = ours.id("same");

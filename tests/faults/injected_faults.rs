@@ -86,6 +86,7 @@ fn names(error: &grpc::Status, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Promise: failed_start_leaves_nothing.
 async fn a_start_that_fails() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -130,6 +131,8 @@ async fn a_start_that_fails() -> Result<()> {
 
 /// EBUSY of unmount and of the cgroup's removal: reported to callers, and retried by the back-off
 /// without any caller.
+///
+/// Promise: cleanup_is_retried.
 async fn a_cleanup_that_fails() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -192,6 +195,7 @@ async fn a_cleanup_that_fails() -> Result<()> {
     standalone.nothing_left().await
 }
 
+/// Promise: cleanup_is_retried.
 async fn an_unmount_that_hangs() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -255,6 +259,8 @@ async fn medians_on(
 }
 
 /// The shim of a pod whose container is gone hangs.
+///
+/// Promise: hung_step_delays_no_other_pod.
 async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
     let other = node.run(Handler::Ours, PodSpec::new("other").host_network()).await?;
     let hanging = node.run(Handler::Ours, PodSpec::new("hanging").host_network()).await?;

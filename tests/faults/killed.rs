@@ -46,6 +46,7 @@ enum Part {
     ShimEnd,
 }
 
+/// Promise: kill_at_any_call_loses_nothing.
 async fn killed_in_create_and_start() -> Result<()> {
     let standalone = Standalone::started().await?;
     let shape = Shape::plain(&standalone);
@@ -100,6 +101,7 @@ async fn killed_in_start_with_users_and_network() -> Result<()> {
     Ok(())
 }
 
+/// Promise: kill_at_any_call_loses_nothing.
 async fn killed_in_stop() -> Result<()> {
     let standalone = Standalone::started().await?;
     let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::Stop).await?;
@@ -109,6 +111,7 @@ async fn killed_in_stop() -> Result<()> {
     Ok(())
 }
 
+/// Promise: kill_at_any_call_loses_nothing.
 async fn killed_in_shutdown() -> Result<()> {
     let standalone = Standalone::started().await?;
     let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::Shutdown).await?;
@@ -118,6 +121,7 @@ async fn killed_in_shutdown() -> Result<()> {
     Ok(())
 }
 
+/// Promise: kill_at_any_call_loses_nothing.
 async fn killed_in_the_cleanup_after_an_exit() -> Result<()> {
     let standalone = Standalone::started().await?;
     let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::ExitCleanup).await?;
@@ -127,6 +131,7 @@ async fn killed_in_the_cleanup_after_an_exit() -> Result<()> {
     Ok(())
 }
 
+/// Promise: killed_shim_leaves_nothing.
 async fn killed_in_the_launch_of_a_shim() -> Result<()> {
     let standalone = Standalone::new(&endpoint::settings()?)?;
     standalone.start().await?;

@@ -27,6 +27,7 @@ pub(crate) fn limit(pid: u32, limit: &str) -> Result<()> {
     Ok(())
 }
 
+/// Promise: full_node_keeps_its_pods.
 async fn no_descriptors() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -62,6 +63,8 @@ async fn no_descriptors() -> Result<()> {
 }
 
 /// The daemon's own pids cgroup is full: no child, and no further thread.
+///
+/// Promise: full_node_keeps_its_pods.
 async fn no_processes() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));

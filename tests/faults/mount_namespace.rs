@@ -75,6 +75,8 @@ async fn mounts_are_seen_where_they_are_propagated() -> Result<()> {
 }
 
 /// Without the refusal its pods run, and their containers have a /dev/shm that is not the pod's.
+///
+/// Promise: check_names_the_remedy.
 async fn node_mount_namespace_of_its_own(node: Arc<Node>) -> Result<()> {
     ensure!(
         found(&node)?.contains("ok    mounts: "),

@@ -14,6 +14,7 @@ pub(crate) fn cases() -> Vec<Case> {
     alone![a_record_that_could_not_be_read_is_read_again, unreadable_and_newer_records_stay,]
 }
 
+/// Promise: record_is_never_discarded.
 async fn a_record_that_could_not_be_read_is_read_again() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -46,6 +47,7 @@ async fn a_record_that_could_not_be_read_is_read_again() -> Result<()> {
     standalone.nothing_left().await
 }
 
+/// Promise: record_is_never_discarded.
 async fn unreadable_and_newer_records_stay() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));

@@ -49,6 +49,8 @@ fn change(standalone: &Standalone, id: &str, key: &str, value: Value) -> Result<
 
 /// containerd sends the config twice, in requests of up to 16 MiB. What would make a record beyond
 /// what a daemon reads is refused before anything is made.
+///
+/// Promise: record_is_never_discarded.
 async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -90,6 +92,8 @@ async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
 
 /// Ready with the same pid and time of creation; or not ready when pid, start time, namespace or
 /// boot are another's, who stays alive.
+///
+/// Promise: foreign_process_survives.
 async fn recovery_finds_running_exited_and_reused_pids() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -136,6 +140,8 @@ async fn recovery_finds_running_exited_and_reused_pids() -> Result<()> {
 }
 
 /// A pause that dies while no daemon runs.
+///
+/// Promise: restart_loses_no_pod.
 async fn an_exit_during_the_restart_is_reported() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -166,6 +172,8 @@ async fn an_exit_during_the_restart_is_reported() -> Result<()> {
 
 /// The kernel does not answer about one pause: the daemon comes up all the same, with all other
 /// pods.
+///
+/// Promise: undecided_is_not_dead.
 async fn a_pause_that_is_not_determined_in_time_is_unknown() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -199,6 +207,8 @@ async fn a_pause_that_is_not_determined_in_time_is_unknown() -> Result<()> {
 }
 
 /// containerd gives its first connection a second; what a recovery takes is no matter then.
+///
+/// Promise: calls_wait_for_recovery.
 async fn calls_wait_for_the_recovery() -> Result<()> {
     /// The recovery of one pod takes this; less than a record may take.
     const SLOW: &str = "pidfd_open:delay_enter=6s:when=1";
@@ -260,6 +270,8 @@ async fn speaks_http2(socket: &Path) -> Result<()> {
 }
 
 /// The kernel refuses to tell, and then tells.
+///
+/// Promise: undecided_is_not_dead.
 async fn an_unknown_pause_is_determined_later() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
@@ -302,6 +314,8 @@ async fn an_unknown_pause_is_determined_later() -> Result<()> {
 }
 
 /// The state directory is empty and nothing lives.
+///
+/// Promise: removal_leaves_nothing.
 async fn after_a_reboot() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));

@@ -119,6 +119,8 @@ fn bait(
 
 /// Unprivileged processes that say what a pause says, of paths and cgroups of their own choice:
 /// nothing is read, killed or removed for them, and the daemon answers as soon as without them.
+///
+/// Promise: foreign_process_survives.
 async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =
@@ -194,6 +196,8 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
 }
 
 /// A pause whose record is removed by hand is ended; what else is in its cgroup stays there.
+///
+/// Promise: foreign_process_survives.
 async fn a_foreign_process_in_the_cgroup_of_a_lost_pause_survives() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =
@@ -227,6 +231,8 @@ async fn a_foreign_process_in_the_cgroup_of_a_lost_pause_survives() -> Result<()
 }
 
 /// Files, links and fifos among the records are neither sandboxes nor touched.
+///
+/// Promise: record_is_never_discarded.
 async fn only_directories_are_records() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =
@@ -263,6 +269,8 @@ async fn only_directories_are_records() -> Result<()> {
 }
 
 /// New records and those that an older daemon has left readable.
+///
+/// Promise: only_root_calls.
 async fn only_root_can_read_records() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =

@@ -117,6 +117,8 @@ async fn an_exit_is_published_before_a_cleanup_that_fails_and_is_retried() {
 }
 
 /// The owner itself kills, so what panics there is the owner.
+///
+/// Promise: panic_loses_no_pod.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_panic_of_an_actor_loses_no_sandbox() {
     let node = Node::new();
@@ -204,6 +206,8 @@ async fn a_sandbox_that_is_never_started_is_removed() {
 
 /// containerd is asked in the namespace of the settings alone, and would say that it does not know
 /// the sandbox.
+///
+/// Promise: other_namespaces_are_refused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sandbox_of_another_namespace_is_not_garbage_collected() {
     let node = Node::new();
@@ -223,6 +227,7 @@ async fn a_sandbox_of_another_namespace_is_not_garbage_collected() {
     }
 }
 
+/// Promise: invalid_request_names_the_field.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bad_requests_name_the_field_and_leave_nothing() {
     let node = Node::new();

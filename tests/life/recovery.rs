@@ -78,6 +78,8 @@ async fn restarted(node: &Node, before: impl FnOnce()) -> (Arc<Controller>, u32)
 }
 
 /// containerd would keep the answer until its next start.
+///
+/// Promise: undecided_is_not_dead.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn status_of_an_unknown_pause_waits_until_it_is_found() {
     let node = Node::new();
@@ -230,6 +232,8 @@ async fn a_sandbox_waits_for_what_recovery_left_under_way() {
 
 /// As many adoptions hang in the kernel as recovery has threads: the other records have theirs all
 /// the same.
+///
+/// Promise: hung_step_delays_no_other_pod.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn records_that_hang_keep_no_other_record_from_recovery() {
     const HANG: usize = 32;

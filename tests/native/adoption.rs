@@ -37,6 +37,7 @@ fn an_adopted_pause_reports_its_exit() {
     assert!(matches!(adopted(&running), Adoption::Dead(exit) if exit.status == 255));
 }
 
+/// Promise: foreign_process_survives.
 #[test]
 fn what_is_not_the_recorded_process_is_dead_and_untouched() {
     let _among = among_others();

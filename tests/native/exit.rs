@@ -12,6 +12,7 @@ use pause_sandboxer::pause::{Namespace, Plan};
 
 use crate::fixture::{RUNTIME, Running, among_others, eventually, exit_of, plan};
 
+/// Promise: pause_is_confined.
 #[test]
 fn each_signal_ends_the_pause_or_is_ignored() {
     let _among = among_others();

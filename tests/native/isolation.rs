@@ -13,6 +13,7 @@ use crate::fixture::{
     DRIVER, Netns, Parent, Running, among_others, eventually, own_namespace, own_oom_score, plan,
 };
 
+/// Promise: pause_is_confined.
 #[test]
 fn the_pause_is_confined() {
     let _among = among_others();
@@ -38,6 +39,7 @@ fn the_pause_is_confined() {
     });
 }
 
+/// Promise: pause_is_confined.
 #[test]
 fn its_root_is_empty_and_read_only() {
     let _among = among_others();
@@ -55,6 +57,7 @@ fn its_root_is_empty_and_read_only() {
     assert_ne!(one.namespace("mnt"), own_namespace("mnt"));
 }
 
+/// Promise: pods_equal_the_builtins.
 #[test]
 fn namespaces_are_as_planned() {
     let _among = among_others();
@@ -120,6 +123,7 @@ fn the_oom_score_applies_to_the_pause_only() {
     assert_eq!(own_oom_score(), score);
 }
 
+/// Promise: removal_leaves_nothing.
 #[test]
 fn it_is_in_its_cgroup_everywhere_and_leaves_it() {
     let _among = among_others();
@@ -139,6 +143,7 @@ fn it_is_in_its_cgroup_everywhere_and_leaves_it() {
     DRIVER.cleanup(&running.plan.cgroup_ref()).unwrap();
 }
 
+/// Promise: invalid_request_names_the_field.
 #[test]
 fn network_namespaces_are_distinguished_from_other_files() {
     let _among = among_others();

@@ -36,6 +36,7 @@ fn children() -> usize {
     lists.map(|list| list.split_whitespace().count()).sum()
 }
 
+/// Promise: failed_start_leaves_nothing.
 #[test]
 fn a_failed_start_names_the_step_and_leaves_nothing() {
     let _alone = alone();

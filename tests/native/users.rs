@@ -60,6 +60,7 @@ fn check_user_namespace(running: &Running) {
     }
 }
 
+/// Promise: pods_equal_the_builtins.
 #[test]
 fn user_namespace_with_host_network() {
     let _among = among_others();
@@ -84,6 +85,7 @@ fn user_namespace_with_host_network() {
     assert_eq!(exit_of(&*running.pause).status, 0);
 }
 
+/// Promise: pause_is_confined.
 #[test]
 fn user_namespace_that_owns_the_network() {
     let _among = among_others();

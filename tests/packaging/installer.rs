@@ -285,6 +285,7 @@ fn an_interrupted_installation_is_completed_by_the_next() {
     }
 }
 
+/// Promise: removal_waits_for_pods.
 #[test]
 fn an_uninstallation_waits_for_pods() {
     let node = Node::new();

@@ -161,6 +161,7 @@ fn ends(mut child: Child) {
     assert!(child.wait().unwrap().success());
 }
 
+/// Promise: rollout_changes_one_node.
 #[test]
 fn nodes_are_changed_one_after_the_other() {
     for word in ["install", "uninstall"] {
@@ -181,6 +182,7 @@ fn nodes_are_changed_one_after_the_other() {
     }
 }
 
+/// Promise: rollout_changes_one_node.
 #[test]
 fn a_failed_installation_stops_the_others_until_it_succeeds() {
     let cluster = Cluster::new();
@@ -269,6 +271,7 @@ fn a_removal_is_ready_when_it_is_done() {
     assert_eq!(cluster.lease(), None);
 }
 
+/// Promise: rollout_changes_one_node.
 #[test]
 fn a_failed_removal_stops_the_others_until_it_succeeds() {
     let cluster = Cluster::new();

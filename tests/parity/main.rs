@@ -5,6 +5,8 @@
 //! Prints a table, one line per field. An unexplained difference fails, and so does an explanation
 //! of what is none any more. `cargo test --test parity -- WORD...` runs the plain pod and the cases
 //! whose names have one of the words.
+//!
+//! Promise: pods_equal_the_builtins.
 #![allow(clippy::print_stdout, reason = "the table is the product")]
 
 mod cases;

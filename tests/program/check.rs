@@ -58,6 +58,7 @@ pub(crate) fn check(scratch: &Scratch, sandboxer: &str) -> Output {
     command(&scratch.flags(), &config).env("PATH", path).output().unwrap()
 }
 
+/// Promise: check_names_the_remedy.
 #[test]
 fn check_reports_problems_and_sets_the_exit_status() {
     let scratch = Scratch::new();
@@ -117,6 +118,7 @@ fn the_packaged_drop_in_names_the_default_sandboxer() {
     assert!(!output.contains("FAIL  containerd config"), "{output}");
 }
 
+/// Promise: check_names_the_remedy.
 #[test]
 fn the_config_is_what_containerd_makes_of_its_files() {
     let scratch = Scratch::new();

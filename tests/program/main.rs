@@ -57,6 +57,7 @@ fn the_default_config_parses_back() {
     assert_eq!(stdout(&shown), stdout(&printed));
 }
 
+/// Promise: settings_errors_name_the_place.
 #[test]
 fn a_wrong_setting_is_named_with_its_place() {
     let scratch = Scratch::new();
@@ -164,6 +165,7 @@ fn a_socket_of_the_service_manager_is_used() {
     assert!(stderr(&output).contains("run/s.sock: is neither "), "{}", stderr(&output));
 }
 
+/// Promise: state_has_one_daemon.
 #[test]
 fn a_state_directory_and_a_socket_have_one_daemon() {
     let scratch = Scratch::new();
@@ -194,6 +196,7 @@ fn a_state_directory_and_a_socket_have_one_daemon() {
     third.noticed("READY=1");
 }
 
+/// Promise: only_files_of_root_count.
 #[test]
 fn a_state_directory_that_others_may_write_is_refused() {
     use std::os::unix::fs::{PermissionsExt as _, chown};

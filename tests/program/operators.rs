@@ -102,6 +102,7 @@ fn output_of(scratch: &Scratch, words: &[&str]) -> String {
     stdout(&output).to_owned()
 }
 
+/// Promise: operators_see_every_sandbox.
 #[test]
 fn a_sandbox_is_listed_inspected_and_measured() {
     let scratch = Scratch::new();
@@ -186,6 +187,7 @@ fn a_watched_list_prints_each_change_of_a_sandbox() {
     assert_eq!(both.status.code(), Some(2), "{}", stderr(&both));
 }
 
+/// Promise: operators_see_every_sandbox.
 #[test]
 fn a_missing_daemon_is_an_error_and_no_empty_list() {
     let scratch = Scratch::new();
@@ -201,6 +203,7 @@ fn a_missing_daemon_is_an_error_and_no_empty_list() {
     }
 }
 
+/// Promise: operators_see_every_sandbox.
 #[test]
 fn a_quarantined_record_is_shown_with_the_reason() {
     let scratch = Scratch::new();
@@ -291,6 +294,7 @@ fn connected<S>(mut connect: impl FnMut() -> std::io::Result<S>) -> S {
     }
 }
 
+/// Promise: only_root_calls.
 #[test]
 fn metrics_on_a_unix_socket() {
     let scratch = Scratch::new();
@@ -335,6 +339,7 @@ fn metrics_on_a_unix_socket() {
     controller.shut_down(ID);
 }
 
+/// Promise: callers_are_bounded.
 #[test]
 fn slow_readers_of_metrics_delay_no_other_caller() {
     let scratch = Scratch::new();

@@ -135,6 +135,7 @@ async fn seen(node: &Arc<Node>, handler: Handler, spec: PodSpec) -> Vec<(&'stati
     facts.into_iter().map(|(fact, label)| (fact, label.replace(&own, "LEVEL"))).collect()
 }
 
+/// Promise: selinux_labels_equal_the_builtins.
 #[tokio::test]
 async fn the_labels_are_those_of_the_builtin() {
     let node = node(1024).await;
@@ -169,6 +170,7 @@ async fn the_labels_are_those_of_the_builtin() {
     }
 }
 
+/// Promise: selinux_labels_equal_the_builtins.
 #[tokio::test]
 async fn every_pod_has_a_level_and_keeps_it_over_a_restart() {
     // Three categories are three levels.

@@ -104,6 +104,7 @@ async fn is_shown_once(pod: &Pod, containers: usize) -> Result<()> {
     Ok(())
 }
 
+/// Promise: sandbox_is_a_container.
 async fn a_sandbox_is_a_container_with_a_task_as_the_built_ins(
     harness: Arc<Harness>,
 ) -> Result<()> {
@@ -167,6 +168,7 @@ async fn a_pod_without_containers_has_no_task(harness: Arc<Harness>) -> Result<(
     is_gone(&harness.node, pod.id()).await
 }
 
+/// Promise: sandbox_is_a_container.
 async fn it_stays_through_restarts_of_both_daemons(harness: Arc<Harness>) -> Result<()> {
     let node = &harness.node;
     let pod = harness.pod("stays").await?;
@@ -265,6 +267,7 @@ async fn has_container_and_task(pod: &Pod) -> Result<()> {
     container.remove().await
 }
 
+/// Promise: sandbox_is_a_container.
 async fn it_is_removed_by_the_next_daemon(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("left").await?;
     has_container_and_task(&pod).await?;
@@ -297,6 +300,8 @@ async fn a_daemon_that_is_stopped_removes_it_before_its_end(harness: Arc<Harness
 }
 
 /// A container that has the sandbox's id already: the pod runs, and the container stays.
+///
+/// Promise: foreign_process_survives.
 async fn a_container_of_another_stays(harness: Arc<Harness>) -> Result<()> {
     let (node, id) = (&harness.node, "f".repeat(64));
     ctr(node, &["containers", "create", "--label", "of=another", "--rootfs", "/", &id, "true"])?;

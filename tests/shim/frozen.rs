@@ -153,6 +153,8 @@ async fn end_frozen(harness: &Harness, pod: &Pod, container: &Container, dir: &P
 
 /// Frozen by another program, as by a pause of the container: with version 1 it is thawed, as a
 /// frozen process does not die there.
+///
+/// Promise: container_delays_no_other.
 async fn a_frozen_container_ends_with_its_shim(harness: Arc<Harness>) -> Result<()> {
     let (pod, container) = run(&harness, "paused").await?;
     let dir = freezer_of(&container)?;
@@ -174,6 +176,8 @@ async fn processes_in_frozen_cgroups_above_and_elsewhere_end(harness: Arc<Harnes
 
 /// Frozen where the daemon has no say, with version 1 they do not die, as in a system call that
 /// does not return.
+///
+/// Promise: container_delays_no_other.
 async fn processes_that_do_not_end_cost_the_daemon_nothing(harness: Arc<Harness>) -> Result<()> {
     let daemon = harness.node.sandboxer_pid()?;
     let (pod, container) = run(&harness, "stuck").await?;
@@ -198,6 +202,8 @@ async fn processes_that_do_not_end_cost_the_daemon_nothing(harness: Arc<Harness>
 }
 
 /// A frozen shim does not die with version 1, as in a system call that does not return.
+///
+/// Promise: failed_shim_leaves_nothing.
 async fn callers_do_not_wait_for_a_killed_shim_that_does_not_exit(
     harness: Arc<Harness>,
 ) -> Result<()> {

@@ -78,6 +78,7 @@ async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(harness: Arc<Harnes
     Ok(())
 }
 
+/// Promise: container_delays_no_other.
 async fn a_create_that_hangs_slows_no_other_pod(harness: Arc<Harness>) -> Result<()> {
     harness.order("proxy")?;
     let (pod, other) = (harness.pod("hangs").await?, harness.pod("other").await?);

@@ -30,8 +30,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// How much output. What SPECIFICATION.md promises is shown by
-/// `OUTPUT_MB=1024 cargo test --test shim -- own::restarts_of_containerd`.
+/// Returns the amount of output; `OUTPUT_MB=1024` runs the case with a gigabyte.
 fn megabytes() -> u64 {
     std::env::var("OUTPUT_MB").map_or(64, |number| number.parse().expect("OUTPUT_MB is a number"))
 }
@@ -285,6 +284,7 @@ fn fifo(shim: u32) -> Result<PathBuf> {
     bail!("the shim has no FIFO open")
 }
 
+/// Promise: output_is_not_lost.
 async fn restarts_of_containerd_lose_no_output_of_the_shim(harness: Arc<Harness>) -> Result<()> {
     let output = Output::new();
     let pod = harness.pod("writes").await?;

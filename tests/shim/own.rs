@@ -44,6 +44,7 @@ const VARIABLES: [&str; 9] = [
     "PWD",
 ];
 
+/// Promise: only_files_of_root_count.
 async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("alone").await?;
     pod.run(ContainerSpec::sleeping("a")).await?;
@@ -88,6 +89,8 @@ async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<
 
 /// The exit code, and output that containerd has not read. With containerd's own shim the status is
 /// 255 and the output is lost: a containerd that starts deletes a task without processes.
+///
+/// Promise: exit_is_not_lost.
 async fn a_container_that_ends_while_containerd_is_down_keeps_its_exit(
     harness: Arc<Harness>,
 ) -> Result<()> {
@@ -146,6 +149,8 @@ async fn the_memory_of_a_shim_is_shown_while_there_is_one(harness: Arc<Harness>)
 }
 
 /// An upgrade replaces the file while the daemon runs.
+///
+/// Promise: only_files_of_root_count.
 async fn a_daemon_has_one_version_of_its_shim(harness: Arc<Harness>) -> Result<()> {
     let file = harness.own_shim();
     fs::remove_file(&file)?;

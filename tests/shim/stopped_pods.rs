@@ -40,6 +40,7 @@ async fn a_pod_whose_pause_has_ended_keeps_no_shim(harness: Arc<Harness>) -> Res
     removed(&pod).await
 }
 
+/// Promise: idle_pod_has_no_shim.
 async fn a_stopped_pod_keeps_no_shim(harness: Arc<Harness>) -> Result<()> {
     let (pod, other) = (harness.pod("completed").await?, harness.pod("other").await?);
     let neighbour = other.run(ContainerSpec::sleeping("n")).await?;

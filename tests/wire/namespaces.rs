@@ -2,6 +2,7 @@
 
 use crate::{Node, methods, only_id};
 
+/// Promise: other_namespaces_are_refused.
 #[tokio::test]
 async fn calls_of_another_namespace_are_refused_and_end_no_wait() {
     let node = Node::start();

@@ -134,6 +134,7 @@ mod tests {
 
     use super::*;
 
+    /// Promise: invalid_request_names_the_field.
     #[test]
     fn ids_are_containerd_identifiers() {
         for good in ["a", "abc-1.2_3", &"f".repeat(64), &"f".repeat(76)] {

@@ -412,6 +412,7 @@ mod tests {
         std::thread::spawn(move || runtime.block_on(served));
     }
 
+    /// Promise: selftest_leaves_nothing.
     #[test]
     fn a_test_whose_containerd_hangs_is_stopped() {
         let dir = tempfile::tempdir().unwrap();

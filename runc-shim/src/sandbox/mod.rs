@@ -227,6 +227,7 @@ impl Sandbox {
 mod tests {
     use super::*;
 
+    /// Promise: foreign_process_survives.
     #[test]
     fn only_the_named_process_is_taken() {
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();

@@ -52,6 +52,7 @@ fn slow(pod: &Pod) -> Container {
     with
 }
 
+/// Promise: exit_is_not_lost.
 #[test]
 fn short_execs_are_not_lost() {
     let mut pod = Pod::new();
@@ -84,6 +85,7 @@ fn short_execs_are_not_lost() {
     pod.shut_down();
 }
 
+/// Promise: exit_is_not_lost.
 #[test]
 fn short_containers_are_not_lost() {
     let mut pod = Pod::new();

@@ -140,6 +140,7 @@ fn leaves_nothing(pod: &mut Pod, by: By, what: &str) {
     panic!("{what} leaves {last:#?}");
 }
 
+/// Promise: killed_shim_leaves_nothing.
 #[test]
 fn a_shim_that_is_killed_at_any_call_leaves_nothing() {
     let mut kills = 0;
@@ -234,6 +235,8 @@ fn containerd_s_own_shim_cleans_up_too() {
 
 /// The helper that mounts root file systems is killed, as it is when its shim ends, at each of its
 /// calls that change the system.
+///
+/// Promise: killed_shim_leaves_nothing.
 #[test]
 fn a_mount_that_is_killed_at_any_call_leaves_nothing() {
     let mut kills = 0;

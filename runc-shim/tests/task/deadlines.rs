@@ -83,6 +83,7 @@ fn open_files(pod: &Pod) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", pod.shim.id())).unwrap().count()
 }
 
+/// Promise: runtime_command_has_a_deadline.
 #[test]
 fn an_exec_that_hangs_ends_with_all_its_processes() {
     let mut pod = Pod::new();
@@ -112,6 +113,7 @@ fn hooking_runtime(pod: &Pod) -> (Container, String) {
     (pod.with_commands_before("create", &commands), child)
 }
 
+/// Promise: runtime_command_has_a_deadline.
 #[test]
 fn a_create_whose_hook_hangs_leaves_nothing() {
     let mut pod = Pod::new();

@@ -40,6 +40,8 @@ fn events_outlive_containerd() {
 
 /// An event comes at least once, and in its place. It comes again only if containerd has taken it
 /// and gone before it has answered.
+///
+/// Promise: exit_is_not_lost.
 #[test]
 fn events_come_in_order_over_ten_restarts_of_any_kind() {
     let mut pod = Pod::new();

@@ -80,6 +80,7 @@ fn hanging_mount(pod: &Pod, fuse: &str) -> Container {
     Container { rootfs, ..Default::default() }
 }
 
+/// Promise: container_delays_no_other.
 #[test]
 fn a_mount_that_hangs_keeps_no_other_container_waiting() {
     let mut pod = Pod::new();

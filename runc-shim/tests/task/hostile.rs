@@ -79,6 +79,7 @@ fn malformed_frames_and_ids_are_refused_and_harm_no_other() {
     pod.shut_down();
 }
 
+/// Promise: callers_are_bounded.
 #[test]
 fn too_many_connections_and_waiters_are_bounded() {
     let mut pod = Pod::new();
@@ -435,6 +436,7 @@ fn run_holder(pod: &Pod, id: &str) -> std::thread::JoinHandle<Vec<u8>> {
     stdout
 }
 
+/// Promise: container_delays_no_other.
 #[test]
 fn a_process_that_holds_the_lock_of_its_pipe_can_be_killed() {
     let mut pod = Pod::new();
@@ -450,6 +452,7 @@ fn a_process_that_holds_the_lock_of_its_pipe_can_be_killed() {
     pod.shut_down();
 }
 
+/// Promise: container_delays_no_other.
 #[test]
 fn a_process_that_holds_the_lock_of_its_pipe_delays_no_other_container() {
     let mut pod = Pod::new();

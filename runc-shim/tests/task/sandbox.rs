@@ -62,6 +62,7 @@ fn shut_down(pod: &Pod) {
     pod.client.shutdown(context(), &request).unwrap();
 }
 
+/// Promise: foreign_process_survives.
 #[test]
 fn a_sandbox_is_created_only_with_its_pause() {
     let mut pod = Pod::new();
@@ -89,6 +90,7 @@ fn a_sandbox_is_created_only_with_its_pause() {
     pod.shut_down();
 }
 
+/// Promise: sandbox_is_a_container.
 #[test]
 fn the_task_of_a_sandbox_is_its_pause() {
     let mut pod = Pod::new();

@@ -212,6 +212,8 @@ fn read_by_many(path: &str, count: usize, numbers: &mut Numbers) -> Vec<u8> {
 }
 
 /// `OUTPUT_MB` says how much.
+///
+/// Promise: output_is_not_lost.
 #[test]
 fn no_byte_is_lost_or_doubled_whatever_the_reader_does() {
     let mut pod = Pod::new();
@@ -374,6 +376,7 @@ fn a_process_that_does_not_read_its_input_delays_no_other_stream() {
     pod.shut_down();
 }
 
+/// Promise: output_is_not_lost.
 #[test]
 fn no_byte_of_the_input_of_a_slow_process_is_lost() {
     let mut pod = Pod::new();

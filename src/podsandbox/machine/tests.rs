@@ -298,6 +298,7 @@ fn event() -> impl Strategy<Value = WorldEvent> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
+    /// Promise: exit_is_published_once.
     #[test]
     fn any_sequence_keeps_the_invariants(events in prop::collection::vec(event(), 1..40)) {
         let mut world = World::new();

@@ -244,6 +244,7 @@ fn paths_of_cgroups() {
     assert_eq!(auto("/a.slice/b"), format!("/a.slice/b/{ID}"));
 }
 
+/// Promise: pods_equal_the_builtins.
 #[test]
 fn labels_are_those_of_the_pod_and_the_kind() {
     let mut pod = kubelet_pod();

@@ -5,6 +5,7 @@ use nix::unistd::mkfifo;
 
 use super::*;
 
+/// Promise: only_files_of_root_count.
 #[test]
 fn only_a_regular_file_of_roots_is_read() {
     if kit::skip_without_root() {

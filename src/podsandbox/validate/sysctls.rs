@@ -100,6 +100,7 @@ fn namespace_of(name: &str) -> Option<Sysctl> {
 mod tests {
     use super::*;
 
+    /// Promise: invalid_request_names_the_field.
     #[test]
     fn sysctls_have_the_namespaces_that_runc_gives_them() {
         assert_eq!(namespace_of("net.core.somaxconn"), Some(Sysctl::Network));

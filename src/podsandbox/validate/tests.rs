@@ -85,6 +85,7 @@ fn users_that_no_container_could_have_are_refused() {
     }
 }
 
+/// Promise: pods_equal_the_builtins.
 #[test]
 fn labels_are_as_long_as_containerd_takes_them() {
     let of = |length: usize| {

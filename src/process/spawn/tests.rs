@@ -24,6 +24,7 @@ fn launch(
     })
 }
 
+/// Promise: only_files_of_root_count.
 #[tokio::test]
 async fn a_process_gets_its_socket_and_nothing_else_of_the_daemon() {
     let directory = tempfile::tempdir().unwrap();

@@ -229,6 +229,7 @@ mod tests {
         assert!(!counts(&format!("5:memory:/{user}/{id}\n4:pids:/{user}/{id}")));
     }
 
+    /// Promise: foreign_process_survives.
     #[test]
     fn a_name_below_another_containers_cgroup_does_not_count() {
         if kit::skip_without_root() {

@@ -334,6 +334,7 @@ mod tests {
         assert!(!is_ending(child.id()));
     }
 
+    /// Promise: dead_shim_ends_its_pod_alone.
     #[test]
     fn processes_belong_to_the_sandbox_only_if_files_of_root_say_so() {
         let dir = tempfile::tempdir().unwrap();
@@ -360,6 +361,7 @@ mod tests {
         assert_eq!(class("0::/user.slice/session-3.scope".to_owned()), ProcessOwner::Other);
     }
 
+    /// Promise: dead_shim_ends_its_pod_alone.
     #[test]
     fn the_nodes_own_namespaces_are_no_pods() {
         assert!(is_nodes("net", namespace("self", "net").unwrap()));

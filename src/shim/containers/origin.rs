@@ -112,6 +112,7 @@ impl Named {
 mod tests {
     use super::*;
 
+    /// Promise: only_files_of_root_count.
     #[test]
     fn a_container_belongs_to_the_sandbox_only_if_files_of_root_say_so() {
         let dir = tempfile::tempdir().unwrap();

@@ -187,6 +187,8 @@ const HOLD_PIPE: &str = r#"
 
 /// The shim waits for the lock of a pipe that a container holds: a signal does not end it before
 /// the container.
+///
+/// Promise: failed_shim_leaves_nothing.
 #[tokio::test]
 async fn the_end_frees_a_shim_that_a_container_holds_in_the_kernel() {
     if kit::skip_without_root() {

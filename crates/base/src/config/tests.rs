@@ -87,6 +87,7 @@ fn flags_override_the_file() {
     assert_eq!((config.socket, config.abandoned_after), ("/c/d".into(), Duration::from_secs(7)));
 }
 
+/// Promise: settings_errors_name_the_place.
 #[test]
 fn errors_name_file_line_and_setting() {
     assert_eq!(
@@ -233,6 +234,7 @@ fn patterns_are_plain_words_in_a_flag() {
     assert!(shown("a,[b").unwrap_err().ends_with("\"[b\" is not a valid pattern"));
 }
 
+/// Promise: only_root_calls.
 #[test]
 fn metrics_are_for_the_node_alone() {
     for good in ["off", "unix:///a/b", "127.0.0.1:9477", "127.8.9.1:1", "[::1]:9477"] {

@@ -98,6 +98,7 @@ mod tests {
 
     use super::*;
 
+    /// Promise: only_files_of_root_count.
     #[test]
     fn what_others_can_write_is_not_trusted() {
         if kit::skip_without_root() {
@@ -126,6 +127,8 @@ mod tests {
     }
 
     /// A user who can replace a link, or a directory of its path, decides where the file is.
+    ///
+    /// Promise: only_files_of_root_count.
     #[test]
     fn symlink_path_components_are_checked() {
         if kit::skip_without_root() {

@@ -222,6 +222,7 @@ mod tests {
         assert_eq!(of(""), None);
     }
 
+    /// Promise: only_files_of_root_count.
     #[test]
     fn the_listener_is_the_program_that_runs() {
         let dir = tempfile::tempdir().unwrap();
@@ -237,6 +238,7 @@ mod tests {
         assert_eq!(Running::find(&address).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     }
 
+    /// Promise: only_files_of_root_count.
     #[test]
     fn the_program_of_another_user_is_not_executed() {
         let own = geteuid().as_raw();
