@@ -27,17 +27,18 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The daemon's sources as path below the root and text.
+/// Returns the daemon's sources, each with its path below the root and its text.
 fn sources() -> Vec<(String, String)> {
     files(&["src"], |path| path.ends_with(".rs"))
 }
 
-/// The sources of all crates.
+/// Returns the sources of all crates in the same form.
 fn all_sources() -> Vec<(String, String)> {
     files(CRATES, |path| path.ends_with(".rs"))
 }
 
-/// Files of these names and below directories of these names, as path below the root and text.
+/// Returns the wanted files with these names or below directories with these names, in the same
+/// form.
 fn files(names: &[&str], wanted: impl Fn(&str) -> bool) -> Vec<(String, String)> {
     let mut left: Vec<PathBuf> = names.iter().map(|name| root().join(name)).collect();
     let mut files = Vec::new();
@@ -55,20 +56,22 @@ fn files(names: &[&str], wanted: impl Fn(&str) -> bool) -> Vec<(String, String)>
     files
 }
 
-/// The top-level module of a source: `src/a.rs`, `src/a/mod.rs` and `src/a/b.rs` are all of `a`.
+/// Returns the top-level module of a source: `src/a.rs`, `src/a/mod.rs` and `src/a/b.rs` belong to
+/// `a`.
 fn module(path: &str) -> String {
     let (_, inside) = path.split_once("src/").unwrap();
     inside.split('/').next().unwrap().trim_end_matches(".rs").to_owned()
 }
 
-/// The text without comment lines.
+/// Returns the text without comment lines.
 fn code(text: &str) -> String {
     text.lines()
         .filter(|line| !line.trim_start().starts_with("//"))
         .fold(String::new(), |code, line| code + line + "\n")
 }
 
-/// The first names of all paths that begin with `prefix`, such as `crate::`, also those in braces.
+/// Returns the first names of all paths that begin with `prefix`, such as `crate::`, also those in
+/// braces.
 fn named(code: &str, prefix: &str) -> BTreeSet<String> {
     let word = |c: char| c.is_alphanumeric() || c == '_';
     let mut names = BTreeSet::new();
@@ -81,7 +84,7 @@ fn named(code: &str, prefix: &str) -> BTreeSet<String> {
             names.insert(rest.chars().take_while(|c| word(*c)).collect());
             continue;
         };
-        // The names that stand first between the commas of the outermost braces.
+        // These are the names that stand first between the commas of the outermost braces.
         let (mut depth, mut first) = (0, true);
         let mut chars = group.char_indices().peekable();
         while let Some((at, c)) = chars.next() {
@@ -119,7 +122,7 @@ fn uses(path: &str, text: &str, modules: &BTreeSet<String>) -> BTreeSet<String> 
 /// A row of a table: a name and the names that it may use; `None` stands for everything.
 type Row = (String, Option<BTreeSet<String>>);
 
-/// The table in a section of `ARCHITECTURE.md`.
+/// Reads the table in a section of `ARCHITECTURE.md`.
 fn table(section: &str) -> Vec<Row> {
     let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
     let (_, section) = text.split_once(&format!("\n## {section}\n")).expect("the section");
@@ -139,7 +142,7 @@ fn table(section: &str) -> Vec<Row> {
     .collect()
 }
 
-/// Each row may use only rows above it, so there is no circle.
+/// Checks that each row uses only rows above it, so there is no circle.
 fn is_in_order(table: &[Row]) {
     let mut above = BTreeSet::new();
     for (name, allowed) in table {
@@ -226,7 +229,7 @@ fn unsafe_code_stays_in_its_places() {
         assert!(!code.split(|c| !word(c)).any(|token| token == "unsafe"), "{path} has unsafe code");
         let lifted =
             code.lines().find(|line| line.contains("(unsafe_code") && !line.contains("deny"));
-        assert_eq!(lifted, None, "{path} lets itself have unsafe code");
+        assert_eq!(lifted, None, "{path} allows itself unsafe code");
     }
 }
 
