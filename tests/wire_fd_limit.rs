@@ -85,7 +85,7 @@ async fn ask(client: Client) {
     assert_eq!(answer.platform.os, "linux");
 }
 
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[tokio::test]
 async fn without_descriptors_the_server_waits_and_resumes() {
     let dir = tempfile::tempdir().unwrap();

@@ -339,7 +339,7 @@ fn metrics_on_a_unix_socket() {
     controller.shut_down(ID);
 }
 
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[test]
 fn slow_readers_of_metrics_delay_no_other_caller() {
     let scratch = Scratch::new();

@@ -42,7 +42,7 @@ async fn unknown_paths_are_unimplemented() {
     }
 }
 
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[tokio::test]
 async fn a_panic_is_an_answer_and_the_connection_survives() {
     let node = Node::start();
@@ -57,7 +57,7 @@ async fn a_panic_is_an_answer_and_the_connection_survives() {
     }
 }
 
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[tokio::test]
 async fn a_too_large_message_is_refused_and_the_connection_survives() {
     let node = Node::start();
@@ -93,7 +93,7 @@ async fn a_too_large_message_is_refused_and_the_connection_survives() {
     }
 }
 
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[tokio::test]
 async fn odd_ttrpc_frames_are_answered() {
     let node = Node::start();
@@ -146,7 +146,7 @@ async fn odd_ttrpc_frames_are_answered() {
     assert_eq!(answers, [(1, 8), (3, 3), (4, 3), (9, 12), (11, 4), (13, 4), (15, 0)]);
 }
 
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[tokio::test]
 async fn odd_grpc_requests_are_answered() {
     let node = Node::start();
@@ -191,7 +191,7 @@ async fn odd_grpc_requests_are_answered() {
 /// Bad calls of one caller on the connection that all share: the Wait of a pod on it stays pending,
 /// and the next call is answered.
 ///
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn thousands_of_bad_calls_cost_no_connection() {
     /// Of each kind; h2 takes 1024 by itself.

@@ -65,7 +65,7 @@ async fn calls_in_progress_at_a_stop_are_answered_unless_they_hang() {
 
 /// A caller who asks for much and reads nothing must not hold the daemon.
 ///
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[tokio::test]
 async fn a_caller_who_does_not_read_is_disconnected() {
     let node = Node::start();

@@ -79,7 +79,7 @@ fn malformed_frames_and_ids_are_refused_and_harm_no_other() {
     pod.shut_down();
 }
 
-/// Promise: callers_are_bounded.
+/// Promise: caller_harms_only_itself.
 #[test]
 fn too_many_connections_and_waiters_are_bounded() {
     let mut pod = Pod::new();
