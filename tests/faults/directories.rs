@@ -16,9 +16,9 @@ use crate::metrics::value;
 use crate::pods::{Shape, is_whole, remove};
 use crate::standalone::Standalone;
 
-/// What is logged when the files of a pod cannot be put back.
+/// The log line when the files of a pod cannot be restored.
 const FAILED: &str = "failed to restore deleted pod files";
-/// How long the daemon may take to try again by itself.
+/// The limit for the daemon to try again by itself.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -33,7 +33,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// A daemon with a small file system of its own in place of one of its directories.
+/// Starts a daemon with a small file system in place of one of its directories.
 async fn with_small(directory: &str) -> Result<Standalone> {
     let standalone = Standalone::new("")?;
     mount_small(&standalone.path(directory))?;
@@ -46,7 +46,7 @@ pub(crate) fn mount_small(point: &Path) -> Result<()> {
     Ok(mount(Some("small"), point, Some("tmpfs"), MsFlags::empty(), size)?)
 }
 
-/// Takes all space and all inodes.
+/// Uses all space and all inodes.
 pub(crate) fn fill(directory: &Path) -> Result<()> {
     fill_space(directory)?;
     for number in 0.. {
@@ -180,7 +180,7 @@ async fn read_only_directories() -> Result<()> {
     Ok(())
 }
 
-/// Deletes what a restarted containerd deletes.
+/// Deletes the files that a restarted containerd deletes.
 pub(crate) fn delete(files: &Path, shm: &Path) -> Result<()> {
     umount2(shm, MntFlags::MNT_DETACH)?;
     fs::remove_dir_all(shm.parent().context("no parent")?)?;
@@ -206,7 +206,7 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
             .collect::<Result<_, _>>()?;
         delete(&standalone.files(&id), &standalone.shm(&id))?;
         fill(&standalone.path("root"))?;
-        // Nothing is looked for in the first moments of a sandbox.
+        // The daemon looks for no file in the first moments of a sandbox.
         until("it looks for the files", RETRY_TIMEOUT, async || {
             controller
                 .status(&id, false)
@@ -270,8 +270,8 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
     Ok(())
 }
 
-/// A daemon that wrote in place has left an empty file. One that a container has emptied, through
-/// its mount, is left as it is.
+/// A daemon that wrote in place has left an empty file, which is restored. A file that a container
+/// has emptied, through its mount, stays as it is.
 ///
 /// Promise: pod_files_are_restored.
 async fn a_truncated_file_is_restored() -> Result<()> {

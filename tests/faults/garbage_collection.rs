@@ -137,8 +137,9 @@ async fn directories_and_mounts_without_a_record() -> Result<()> {
 
     let left = standalone.left()?;
     for id in [&lost, &standalone.id("empty"), &standalone.id("half")] {
-        let of: Vec<&String> = left.iter().filter(|thing| thing.contains(id.as_str())).collect();
-        ensure!(of.is_empty(), "left: {of:#?}");
+        let remains: Vec<&String> =
+            left.iter().filter(|thing| thing.contains(id.as_str())).collect();
+        ensure!(remains.is_empty(), "left: {remains:#?}");
         let status = controller.status(id, false).await;
         ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
     }
@@ -186,8 +187,9 @@ async fn pauses_without_a_record() -> Result<()> {
     standalone.start().await?;
     let left = standalone.left()?;
     for id in [&inside, &outside] {
-        let of: Vec<&String> = left.iter().filter(|thing| thing.contains(id.as_str())).collect();
-        ensure!(of.is_empty(), "left: {of:#?}");
+        let remains: Vec<&String> =
+            left.iter().filter(|thing| thing.contains(id.as_str())).collect();
+        ensure!(remains.is_empty(), "left: {remains:#?}");
     }
     is_whole(&standalone, &controller, &kept).await?;
     remove(&controller, &kept).await?;

@@ -32,7 +32,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases.into_iter().map(|case| case.within(LIMIT)).collect()
 }
 
-/// As many pods as a node has.
+/// A node has about as many pods.
 const PODS: u32 = 100;
 const CLIENTS: usize = 8;
 
@@ -56,7 +56,7 @@ where
     Ok(())
 }
 
-/// A container of each of these can be made, and runs.
+/// Checks that a container can be created in each of these pods, and runs.
 async fn take_containers(pods: &[Pod], attempt: u32) -> Result<()> {
     on_all(pods, move |pod| async move {
         let container = pod.run(ContainerSpec::sleeping("after").attempt(attempt)).await?;
@@ -274,7 +274,7 @@ async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
             pod.remove().await?;
         }
         if how == "slow" {
-            // Not traced any more, as the shims that it launches would be too.
+            // The daemon is not traced any more, because the shims that it launches would be too.
             node.kill_sandboxer()?;
             node.start_sandboxer().await?;
         }
@@ -326,7 +326,7 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
             node.stop_sandboxer().await?;
             let path = node.layout().sandboxer_socket();
             let _ = fs::remove_file(&path);
-            // As a service manager does it: the socket is there, and the daemon gets it as
+            // A service manager does the same: the socket exists, and the daemon gets it as
             // descriptor 3.
             let listener = UnixListener::bind(&path)?;
             fcntl(&listener, FcntlArg::F_SETFD(FdFlag::empty()))?;

@@ -17,7 +17,7 @@ use crate::harness::{Case, on_node};
 const SECONDS: u64 = 30;
 /// Pods at once, at most.
 const MOST: usize = 12;
-/// What the daemon may have grown by, KiB: allocators keep some of what they had.
+/// The permitted growth of the daemon, KiB: allocators keep a part of what they had.
 const GROWN: u64 = 2048;
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -72,8 +72,8 @@ struct Living {
 async fn soak(node: &Arc<Node>, seed: u64) -> Result<()> {
     let mut dice = Dice(seed | 1);
     let mut living: Vec<Living> = Vec::new();
-    // As it is after a while of the same, all pods gone: a daemon that was just started is smaller
-    // than one that has worked.
+    // The daemon is measured after a while of the same work, without pods: a daemon that was just
+    // started is smaller than one that has worked.
     node.stop_sandboxer().await?;
     node.start_sandboxer().await?;
     churn(node, &mut dice, &mut living, Duration::from_secs(5), false).await?;
@@ -217,7 +217,7 @@ async fn check_all(living: &[Living]) -> Result<()> {
     Ok(())
 }
 
-/// Alive, and reported as alive.
+/// Checks that a pod is alive, and reported as alive.
 async fn check(one: &Living) -> Result<()> {
     let id = one.pod.id();
     if !one.pod.is_ready().await? {

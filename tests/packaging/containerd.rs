@@ -10,7 +10,7 @@ use super::file;
 const DROP_IN: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
 
-/// What containerd makes of `main` with the drop-in, as `containerd config dump` tells.
+/// Returns `main` merged with the drop-in, as `containerd config dump` prints it.
 fn merged(main: &str) -> Table {
     let parts = kit::Parts::get().unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -59,7 +59,7 @@ fn into_a_config_of_version_3() {
     assert_ne!(runc["sandboxer"].as_str(), Some("pause-sandboxer"));
 }
 
-/// As Debian's package has it.
+/// The config file is that of Debian's package.
 #[test]
 fn into_a_config_of_version_2_without_handlers() {
     let merged = merged(
@@ -71,7 +71,7 @@ fn into_a_config_of_version_2_without_handlers() {
     assert!(runtime(&merged)["containerd"]["runtimes"].get("runc").is_some());
 }
 
-/// What `check` warns of: if containerd one day merges this as well, the warning can go.
+/// `check` warns of this. If containerd merges it one day, the warning can go.
 #[test]
 fn into_a_config_of_version_2_with_handlers_it_would_hide_them() {
     let merged = merged(
@@ -87,7 +87,7 @@ fn into_a_config_of_version_2_with_handlers_it_would_hide_them() {
     let version = String::from_utf8(version.stdout).unwrap();
     let old = ["2.0.", "2.1.", "2.2."]
         .iter()
-        .any(|of| version.split(' ').nth(2).unwrap().trim_start_matches('v').starts_with(of));
+        .any(|begin| version.split(' ').nth(2).unwrap().trim_start_matches('v').starts_with(begin));
     assert_eq!(hidden, old, "{version}");
 }
 

@@ -190,7 +190,7 @@ fn an_installation_warns_of_files_that_take_precedence() {
         ("packaging/debian/scripts/postinst", &["configure", "0.1.0-1"]),
         ("packaging/rpm/post-install", &["1"]),
     ];
-    // A unit that is masked.
+    // The unit is masked.
     std::os::unix::fs::symlink("/dev/null", &unit).unwrap();
     for (path, words) in scripts {
         let said = installed(path, words);

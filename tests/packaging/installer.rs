@@ -12,7 +12,7 @@ mod daemon;
 mod default_handler;
 mod label;
 
-/// What an installation that has nothing to change asks for.
+/// The commands of an installation that has nothing to change.
 const CHECKED: &str = "systemctl is-active pause-sandboxer.socket\n\
     systemctl enable --now pause-sandboxer.socket\n\
     systemctl enable pause-sandboxer.service\n\
@@ -117,14 +117,14 @@ impl Node {
         assert!(!self.path("host/usr/local/bin/pause-sandboxer").exists());
     }
 
-    /// What was asked.
+    /// Returns the commands that were run.
     fn asked(&self) -> String {
         let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
         let _ = fs::remove_file(self.path("asked"));
         text
     }
 
-    /// All files of the node.
+    /// Returns all files of the node.
     fn files(&self) -> BTreeSet<String> {
         let output = Command::new("find")
             .arg(self.path("host"))
@@ -186,7 +186,7 @@ fn the_uninstaller_removes_everything_installed() {
     }
     let output = node.script("uninstall");
     assert!(output.status.success(), "{output:?}");
-    // By the node: the container that runs the script has copies of the node's mounts.
+    // The node unmounts it: the container that runs the script has copies of the node's mounts.
     assert!(!node.path("host/run/pause-sandboxer").exists());
     let left: Vec<String> = node.files().difference(&before).cloned().collect();
     assert_eq!(left, [""; 0]);
@@ -224,7 +224,7 @@ fn containerd_is_changed_by_one_command() {
     }
 }
 
-/// Without leave the script changes nothing of containerd, and nothing that containerd needs.
+/// Without permission the script changes neither containerd nor a file that containerd needs.
 #[test]
 fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
     let node = Node::new();
@@ -295,7 +295,7 @@ fn an_uninstallation_waits_for_pods() {
     for word in ["unneeded", "uninstall"] {
         node.waits(word, POD.trim());
     }
-    // Also by what it labels.
+    // The script labels no other node either.
     assert!(!node.asked().contains("label"));
     fs::write(node.path("needs"), "").unwrap();
     node.ends();
@@ -337,7 +337,7 @@ fn a_pod_that_arrives_while_the_label_is_removed_restores_it() {
     assert!(node.asked().contains("ready\":null"));
 }
 
-/// What a node that is broken says of itself is true, and no pod is lost for it.
+/// A broken node reports its state correctly, and loses no pod.
 #[test]
 fn a_failed_check_takes_no_label_from_a_node_with_pods() {
     for (needs, label) in [("", true), (POD, false)] {

@@ -91,7 +91,7 @@ fn the_parts_of_the_installer_fit_together() {
         assert_eq!(container["readinessProbe"]["exec"]["command"][0], "rollout.sh");
         let account = &spec["serviceAccountName"];
         let of_account = |kind: &str, pointer: &str| {
-            rbac.iter().any(|of| of["kind"] == kind && of.pointer(pointer) == Some(account))
+            rbac.iter().any(|one| one["kind"] == kind && one.pointer(pointer) == Some(account))
         };
         assert!(of_account("ServiceAccount", "/metadata/name"));
         assert!(of_account("ClusterRoleBinding", "/subjects/0/name"));
@@ -99,7 +99,7 @@ fn the_parts_of_the_installer_fit_together() {
     }
 }
 
-/// What the scripts ask of the API server, and nothing else.
+/// The service account may do what the scripts ask of the API server, and nothing else.
 #[test]
 fn the_account_may_do_what_the_scripts_do() {
     let rbac = documents("rbac/rbac.yaml");
@@ -124,7 +124,7 @@ fn the_account_may_do_what_the_scripts_do() {
     );
 }
 
-/// A variable of the container of `dir`.
+/// Returns a variable of the container of `dir`.
 fn env_of(dir: &str, name: &str) -> Option<Value> {
     let set = one(&format!("{dir}/daemonset.yaml"));
     let env = set.pointer("/spec/template/spec/containers/0/env").unwrap().as_array().unwrap();
@@ -169,7 +169,7 @@ fn a_pod_has_the_time_to_complete_what_it_has_begun() {
     }
 }
 
-/// With `serial: false` there is none, and all nodes change at once.
+/// With `serial: false` there is no Lease, and all nodes change at once.
 #[test]
 fn the_notes_of_the_chart_name_the_lease_only_where_there_is_one() {
     const SERIAL: &str = "{{- if .Values.serial }}";

@@ -1,4 +1,4 @@
-//! What is handed out beside the binary fits the binary: metrics that are named exist, manifests
+//! The files that are delivered beside the binary match it: metrics that are named exist, manifests
 //! name files and handlers that there are.
 #![allow(
     clippy::unwrap_used,

@@ -1,4 +1,4 @@
-//! What a release has beside the packages: the installer's image, the RPM package's list of files,
+//! The files of a release beside the packages: the installer's image, the RPM package's list of files,
 //! and one version everywhere.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -91,9 +91,9 @@ fn every_descriptor_of_the_installers_image_fits_its_blob() {
     let index = json(&blob(image));
     let manifests = index["manifests"].as_array().unwrap();
     assert_eq!(manifests.len(), 2);
-    for (of, architecture) in manifests.iter().zip(["amd64", "arm64"]) {
-        assert_eq!(of["platform"]["architecture"], architecture);
-        let manifest = json(&blob(of));
+    for (entry, architecture) in manifests.iter().zip(["amd64", "arm64"]) {
+        assert_eq!(entry["platform"]["architecture"], architecture);
+        let manifest = json(&blob(entry));
         let config = json(&blob(&manifest["config"]));
         assert_eq!(config["architecture"], architecture);
         assert_eq!(config["created"], "1970-01-02T00:00:00Z");
@@ -156,8 +156,8 @@ fn the_rpm_package_lists_every_file_of_the_debian_package() {
         let assets = table["assets"].as_array().unwrap();
         let asset = assets.iter().find(|asset| asset["dest"].as_str() == Some(to)).unwrap();
         assert_eq!(asset["source"].as_str(), at.to_str());
-        for of in ["config", "doc"] {
-            assert_eq!(asset.get(of).is_some(), of == key, "{path}: {of}");
+        for kind in ["config", "doc"] {
+            assert_eq!(asset.get(kind).is_some(), kind == key, "{path}: {kind}");
         }
     }
     let manifest: toml::Table = toml::from_str(&file("Cargo.toml")).unwrap();

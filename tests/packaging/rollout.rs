@@ -61,7 +61,8 @@ DELETE)
 esac
 "#;
 
-/// Notes what runs; fails on the node that the file `fails` names, and where two run at once.
+/// The command notes each run; it fails on the node that the file `fails` names, and if two run at
+/// once.
 /// While it runs `swapped-at-work` replaces the Lease. A node needs the sandboxer while there is
 /// `pods-NODE`, which `arrives` becomes when the removal begins.
 const INSTALL: &str = r#"#!/bin/sh
@@ -219,7 +220,7 @@ fn the_api_server_may_have_an_ipv6_address() {
     assert_eq!((cluster.journal().as_str(), cluster.lease()), ("install a\n", None));
 }
 
-/// By hand, or by Kubernetes with the pod that owns it.
+/// The Lease is deleted by hand, or by Kubernetes with the pod that owns it.
 #[test]
 fn the_others_continue_when_the_lease_of_a_failed_node_is_deleted() {
     let cluster = Cluster::new();
@@ -317,7 +318,8 @@ fn a_node_that_waits_for_its_pods_holds_up_no_other() {
     }
 }
 
-/// With `serial: false`, or where an operator makes the changes and the script restarts nothing.
+/// This holds with `serial: false`, and if an operator makes the changes and the script restarts
+/// nothing.
 #[test]
 fn a_removal_that_needs_no_lease_does_not_wait_for_one() {
     for (name, value) in [("LEASE", ""), ("EDIT_CONTAINERD_CONFIG", "false")] {

@@ -14,7 +14,7 @@ const UNIT: &str = "etc/systemd/system/pause-sandboxer.service";
 const SOCKET: &str = "run/pause-sandboxer/pause-sandboxer.sock";
 const DROP_IN: &str = "etc/containerd/conf.d/pause-sandboxer.toml";
 
-/// A node that the DaemonSet has installed. Commands that change units are written down.
+/// Makes a node that the DaemonSet has installed. Commands that change units are written down.
 fn node() -> tempfile::TempDir {
     let node = tempfile::tempdir().unwrap();
     let root = node.path();

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::file;
 
-/// Where `postrm` runs.
+/// The root in which `postrm` runs.
 fn after_removal(root: &Path, word: &str) {
     let place = |path: &str| format!("{}{path}", root.display());
     let script = file("packaging/debian/scripts/postrm")
@@ -27,7 +27,7 @@ fn a_removal_keeps_the_note_of_a_directory_with_records() {
         fs::create_dir_all(records.join("abc")).unwrap();
         fs::create_dir_all(run.join("sandboxes")).unwrap();
         let note = run.join("pause-sandboxer.sock.state");
-        // Without a newline, as the daemon writes it.
+        // The daemon writes it without a newline.
         fs::write(&note, root.path().join("state").to_str().unwrap()).unwrap();
         after_removal(root.path(), word);
         assert!(note.exists(), "{word}");

@@ -27,7 +27,7 @@ fn a_daemon_that_was_stopped_or_disabled_is_started_and_enabled() {
     let node = Node::new();
     assert!(node.script("install").status.success());
     let _ = node.asked();
-    // What systemd has is not known from files.
+    // Files do not show what systemd has loaded.
     assert!(node.script("install").status.success());
     let asked = node.asked();
     assert_eq!(asked, CHECKED);

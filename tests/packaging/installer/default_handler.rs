@@ -5,7 +5,7 @@ use std::process::Stdio;
 
 use super::Node;
 
-/// A default handler that fails is worse than one that is missing: it is that of every pod.
+/// A default handler that fails is worse than a missing one, because every pod uses it.
 #[test]
 fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
     const DEFAULT: &str = "default: runc-pause is containerd's default handler\n";

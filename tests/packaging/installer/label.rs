@@ -82,7 +82,7 @@ fn a_pod_gets_the_label_back_that_an_interrupted_installation_has_changed() {
     assert_eq!(last_label(&node), "");
 }
 
-/// As long as it is unknown whether there are pods.
+/// The label stays as long as it is unknown whether there are pods.
 #[test]
 fn pods_that_are_unknown_restore_the_label() {
     let node = Node::new();
