@@ -355,8 +355,12 @@ async fn many_at_once_are_recorded_and_removed(harness: Arc<Harness>) -> Result<
         }
     }
     futures::future::try_join_all(pods.iter().map(|(_, pod)| removed(pod))).await?;
-    until("none is left", SOON, async || {
-        let left = ctr(&harness.node, &["containers", "list", "--quiet"])?;
+    none_is_recorded(&harness.node).await
+}
+
+pub(crate) async fn none_is_recorded(node: &Node) -> Result<()> {
+    until("no container is left", SOON, async || {
+        let left = ctr(node, &["containers", "list", "--quiet"])?;
         if !left.is_empty() {
             bail!("{left}");
         }

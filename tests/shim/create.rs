@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use pause_sandboxer::protos::containers::GetContainerRequest;
 use protobuf::Message as _;
 
-use crate::container_record::{is_gone, is_recorded};
+use crate::container_record::{is_gone, is_recorded, none_is_recorded};
 use crate::harness::{Case, Harness, Kind, SOON, cases, signal};
 
 /// containerd's call that reads a container.
@@ -43,15 +43,13 @@ async fn it_is_recorded_before_create_answers(harness: Arc<Harness>) -> Result<(
         }
     });
     let created = futures::future::try_join_all(many).await?;
-    for (id, ..) in &created {
-        harness.node.sandboxer().shutdown(id).await?;
-    }
     let mut failed = Vec::new();
     for (id, home, recorded) in created {
-        is_gone(&harness.node, &id).await?;
+        harness.node.sandboxer().shutdown(&id).await?;
         home.clear()?;
         failed.extend(recorded.err().map(|e| format!("{id}: {e:#}")));
     }
+    none_is_recorded(&harness.node).await?;
     ensure!(failed.is_empty(), "{} without a record: {failed:?}", failed.len());
     Ok(())
 }
