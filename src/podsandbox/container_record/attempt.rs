@@ -150,7 +150,8 @@ impl Jobs {
 
     /// The container that containerd is to record, with the spec and the labels that Start answers.
     fn describe_container(&self) -> Result<SandboxContainer, StepError> {
-        let made = self.description(&*self.start_input()?)?;
+        let input = self.start_input()?;
+        let made = self.description(&input)?;
         Ok(SandboxContainer {
             id: self.id().to_string(),
             labels: made.labels,
