@@ -167,8 +167,8 @@ impl Sandbox {
         }
     }
 
-    /// Waits until a new sandbox is recorded in containerd, or an attempt has failed: cAdvisor looks
-    /// for that record once, when the pod's cgroup appears in Start.
+    /// Waits until a new sandbox is recorded in containerd, or an attempt has failed: cAdvisor
+    /// looks for that record once, when the pod's cgroup appears in Start.
     pub async fn container_recorded(&self) {
         self.jobs.container_recorded().await;
     }
