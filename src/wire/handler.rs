@@ -261,8 +261,8 @@ impl<V: SandboxService> Handler<V> {
         }
     }
 
-    /// Replaces the failure of a Wait while the daemon stops: it says nothing about the sandbox, and
-    /// containerd would take it for the exit.
+    /// Replaces the failure of a Wait while the daemon stops: it says nothing about the sandbox,
+    /// and containerd would take it for the exit.
     fn unless_stopping<T>(&self, result: Result<T, Status>) -> Result<T, Status> {
         match result {
             Err(_) if self.is_stopping() => Err(status::stopping()),

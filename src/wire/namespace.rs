@@ -23,9 +23,9 @@ impl NamespaceFilter {
         Self { own: Some(own.into()), warned: AtomicBool::default() }
     }
 
-    /// Refuses a call of another namespace. CRI sets the namespace of each of its calls and
-    /// containerd passes on what its callers set, so a call without one (or with an empty one, which
-    /// means the same there) comes from another client of this daemon, and is served.
+    /// Refuses a call of another namespace. CRI sets the namespace of each of its calls, and
+    /// containerd passes on what its callers set. So a call without one, or with an empty one,
+    /// comes from another client of this daemon, and is served.
     ///
     /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox, and the
     /// setting may be wrong while pods live.

@@ -3,7 +3,7 @@
 //! containerd, the tests and the fuzzer use this module; HTTP/2 itself is `h2`'s.
 //!
 //! tonic would replace this file, but a pending Wait over tonic was measured at 4.0 to 6.1 kB, as
-//! much memory as all else that the daemon keeps for a sandbox. Each pod has one for its whole life.
+//! much memory as a whole sandbox. Each pod has one pending Wait for its whole life.
 
 use std::time::Duration;
 
