@@ -196,7 +196,7 @@ mod tests {
         let ((first, one), (second, other)) = (bind(), bind());
         assert!(one.is_some() && one != other, "{one:?} and {other:?}");
         assert_eq!((take(one), take(other)), (Some(one), Some(other)));
-        // As recorded by an older daemon, which has none on record.
+        // As after a launch that was interrupted before the cookie was recorded.
         assert!(take(None).is_some());
         drop(second);
         assert_eq!(take(other), None, "another socket has the path");

@@ -183,7 +183,7 @@ pub trait Pod: Send + Sync {
     /// They cannot be looked at.
     fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError>;
 
-    /// The cgroup of the pod, as in [`crate::pause::Plan::cgroup_parent`]. Empty: it has none.
+    /// The cgroup of the pod, as in the plan of its pause process. Empty: it has none.
     fn cgroup_parent(&self) -> &str;
 
     /// It has not ended, as far as is known: it may get containers.

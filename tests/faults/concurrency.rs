@@ -126,6 +126,7 @@ async fn concurrent_removals_with_leftovers() -> Result<()> {
 }
 
 /// None of them ends while the other pod does all that pods do.
+/// Promise: hung_step_delays_no_other_pod.
 async fn removals_that_hang() -> Result<()> {
     let standalone = with_slow_deletions(9).await?;
     let ids = with_left_overs(&standalone, HANGING).await?;

@@ -37,6 +37,7 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
+/// Promise: idle_pod_has_no_shim.
 async fn an_idle_pod_has_no_shim_and_a_container_one(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("idle").await?;
     ensure!(shims(&pod)?.is_empty(), "an idle pod has a shim");
@@ -81,6 +82,7 @@ async fn an_empty_shim_that_ends_is_followed_by_another(harness: Arc<Harness>) -
     pod.remove().await
 }
 
+/// Promise: dead_shim_ends_its_pod_alone.
 async fn a_shim_that_dies_with_containers_ends_the_pod(harness: Arc<Harness>) -> Result<()> {
     for (name, kill) in [("killed", Signal::SIGKILL), ("terminated", Signal::SIGTERM)] {
         let pod = harness.pod(name).await?;
@@ -170,6 +172,7 @@ impl Drop for Visitor {
     }
 }
 
+/// Promise: dead_shim_ends_its_pod_alone.
 async fn the_end_of_a_shim_touches_no_container_of_another_pod(
     harness: Arc<Harness>,
 ) -> Result<()> {
@@ -227,6 +230,7 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(
     removed(&other).await
 }
 
+/// Promise: failed_shim_leaves_nothing.
 async fn a_shim_that_does_not_come_is_an_error(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("misbehaving").await?;
     for (word, limit) in [("exit", 8), ("end", 8), ("hang", 20), ("chatter", 20)] {
@@ -250,6 +254,7 @@ async fn a_shim_that_does_not_come_is_an_error(harness: Arc<Harness>) -> Result<
     pod.remove().await
 }
 
+/// Promise: shim_is_found_again.
 async fn a_killed_daemon_finds_the_shim_again(harness: Arc<Harness>) -> Result<()> {
     let (idle, busy) = (harness.pod("idle").await?, harness.pod("busy").await?);
     let first = busy.run(ContainerSpec::sleeping("a")).await?;
@@ -294,6 +299,8 @@ fn socket(harness: &Harness, pod: &Pod) -> Result<u64> {
 
 /// A new socket at its path would have another inode, and earlier callers would have been
 /// refused.
+///
+/// Promise: shim_is_found_again.
 async fn a_restarted_daemon_keeps_the_socket_that_its_shim_has(
     harness: Arc<Harness>,
 ) -> Result<()> {
@@ -318,6 +325,8 @@ async fn a_restarted_daemon_keeps_the_socket_that_its_shim_has(
 
 /// containerd is stopped: else it may have cleaned up after the container before the daemon
 /// looks.
+///
+/// Promise: dead_shim_ends_its_pod_alone.
 async fn a_shim_that_dies_without_a_daemon_ends_the_pod(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("unseen").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
@@ -344,6 +353,8 @@ async fn a_shim_that_dies_without_a_daemon_ends_the_pod(harness: Arc<Harness>) -
 
 /// The daemon that is started cannot read the record, as when the node is out of descriptors.
 /// Neither pod nor shim suffers, and both can be ended when it can be read again.
+///
+/// Promise: shim_is_found_again.
 async fn a_shim_that_cannot_be_looked_for_is_found_later(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("unread").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
@@ -412,6 +423,8 @@ async fn fifty_pods_leave_no_shim(harness: Arc<Harness>) -> Result<()> {
 
 /// What containerd asks of the shim goes wrong on its way; the pod is removed all the same, as
 /// kubelet does, and nothing of it stays.
+///
+/// Promise: failed_shim_leaves_nothing.
 async fn calls_that_fail_are_late_or_lost_leave_nothing(harness: Arc<Harness>) -> Result<()> {
     harness.order("proxy")?;
     for (method, how) in [

@@ -175,6 +175,7 @@ fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, ClientErro
 mod tests {
     use super::*;
 
+    /// Promise: calls_wait_for_recovery.
     #[tokio::test(start_paused = true)]
     async fn a_slow_daemon_is_reported_as_recovering() {
         let dir = tempfile::tempdir().unwrap();
