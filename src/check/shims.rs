@@ -28,7 +28,7 @@ pub fn examine(kinds: &[&str], config: &Config) -> Vec<Finding> {
         };
         match found {
             Ok(found) => Finding::ok(SUBJECT, format!("of {kind}: {}", found.display())),
-            Err(step) => missing(kind, &step, has_own && serves(&kind)),
+            Err(step) => missing(kind, &step, has_own && serves(kind)),
         }
     }));
     findings
