@@ -83,7 +83,7 @@ impl Native {
                 .step_at("open", "/proc")?,
             image,
             root: rootfs::make_empty_root()?,
-            common: Reaper::new(cgroups.freezer())?,
+            common: Reaper::new(cgroups.freezer()),
             deadline: Deadline::new(cgroups.freezer()),
             cgroups,
             boot_id: identity::boot_id()?,

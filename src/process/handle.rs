@@ -6,10 +6,13 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
+use std::task::{Context, Waker};
 
 use nix::sys::socket::{SockType, UnixAddr, getsockname, getsockopt, sockopt};
 use process_identity::{Stat, is_no_such_process};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
+use tokio::io::unix::AsyncFd;
 
 use super::Identity;
 use super::identity;
@@ -91,8 +94,7 @@ pub fn listening_socket(
     Ok(None)
 }
 
-/// The socket takes connections at `address` since a process of the daemon's own user, root, let it
-/// listen, and is the one with this cookie.
+/// Checks that root made the socket listen at `address`, and that it has this cookie.
 fn is_own_listener(socket: &OwnedFd, address: &Path, cookie: Option<u64>) -> bool {
     let bound = getsockname::<UnixAddr>(socket.as_raw_fd());
     let listened = getsockopt(socket, sockopt::PeerCredentials);
@@ -101,6 +103,26 @@ fn is_own_listener(socket: &OwnedFd, address: &Path, cookie: Option<u64>) -> boo
         && bound.is_ok_and(|bound| bound.path() == Some(address))
         && listened.is_ok_and(|by| by.uid() == nix::unistd::geteuid().as_raw())
         && cookie.is_none_or(|cookie| socket_cookie(socket.as_fd()) == Some(cookie))
+}
+
+/// A listening socket that the runtime watches, until this is dropped.
+#[derive(Debug)]
+pub struct Watched {
+    _listener: AsyncFd<Arc<OwnedFd>>,
+}
+
+/// Wakes `waker` once, when a connection waits at the listening socket. To be called on the
+/// runtime.
+///
+/// # Errors
+/// The socket cannot be watched: epoll_ctl(2).
+pub fn watch_listener(listener: Arc<OwnedFd>, waker: Waker) -> io::Result<Watched> {
+    let listener = sys::watch(listener)?;
+    if listener.poll_read_ready(&mut Context::from_waker(&waker)).is_ready() {
+        // Not here: the caller may hold what the waker locks.
+        drop(tokio::spawn(async move { waker.wake() }));
+    }
+    Ok(Watched { _listener: listener })
 }
 
 /// When a process was started, in clock ticks after boot; of one that cannot be reaped meanwhile.
@@ -204,6 +226,38 @@ mod tests {
         let stranger = Identity { start_time: own.start_time + 1, ..own.clone() };
         assert!(listening_socket(&stranger, &path, one).unwrap().is_none());
         drop((first, datagrams));
+    }
+
+    #[derive(Default)]
+    struct Bell(tokio::sync::Notify);
+
+    impl std::task::Wake for Bell {
+        fn wake(self: Arc<Self>) {
+            self.0.notify_one();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_watch_wakes_for_earlier_and_later_connections() {
+        use std::os::unix::net::{UnixListener, UnixStream};
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let listener: Arc<OwnedFd> = Arc::new(UnixListener::bind(&path).unwrap().into());
+        let bell = Arc::new(Bell::default());
+        let earlier = UnixStream::connect(&path).unwrap();
+        // The same socket again as soon as its watch is dropped.
+        for _ in 0..2 {
+            let _watched = watch_listener(Arc::clone(&listener), Arc::clone(&bell).into()).unwrap();
+            bell.0.notified().await;
+        }
+        let taken = UnixListener::from(listener.try_clone().unwrap());
+        taken.accept().unwrap();
+        let _watched = watch_listener(listener, Arc::clone(&bell).into()).unwrap();
+        let waits = std::time::Duration::from_millis(50);
+        assert!(tokio::time::timeout(waits, bell.0.notified()).await.is_err(), "none waits");
+        let _later = UnixStream::connect(&path).unwrap();
+        bell.0.notified().await;
+        drop(earlier);
     }
 
     #[test]

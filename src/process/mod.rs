@@ -12,7 +12,6 @@ use crate::sys;
 use std::sync::Arc;
 
 pub(crate) mod deadline;
-pub mod epoll;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;

@@ -2,28 +2,25 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::task::Wake;
 use std::thread;
 use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use process_identity::{Stat, is_no_such_process};
-use tokio::sync::Notify;
+use tokio::io::unix::AsyncFd;
 
 use super::deadline;
-use super::epoll::{Watch, Watched};
 use super::identity;
 use super::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
 use crate::error::{IoContext, StepError};
 use crate::sys::{self, End, Errno};
 
-/// How often the process is checked when the runtime cannot watch the process (out of descriptors
-/// or memory).
+/// How often the process is checked when the runtime cannot watch it (out of memory).
 const POLL: Duration = Duration::from_millis(500);
 
 /// Delay between two attempts to reap children: the first, and the longest.
@@ -35,9 +32,8 @@ pub(crate) struct PidfdProcess {
     pidfd: Arc<OwnedFd>,
     identity: Identity,
     exit: Mutex<Option<Exit>>,
-    /// Made when first asked for, as there may be no runtime before.
-    watched: Mutex<Option<Watched>>,
-    ended: Arc<Ended>,
+    /// The pidfd, registered with the runtime when first asked for: there may be none before.
+    watched: Mutex<Option<Arc<AsyncFd<Arc<OwnedFd>>>>>,
     killed: AtomicBool,
     common: Arc<Reaper>,
 }
@@ -50,7 +46,6 @@ impl PidfdProcess {
             identity,
             exit: Mutex::new(None),
             watched: Mutex::new(None),
-            ended: Arc::default(),
             killed: AtomicBool::new(false),
             common,
         }
@@ -66,25 +61,16 @@ impl PidfdProcess {
         *exit
     }
 
-    /// From now on its end wakes those who wait for `ended`.
-    fn watch(&self) -> std::io::Result<()> {
-        let mut watched = self.watched.lock();
-        if watched.is_none() {
-            *watched = Some(
-                self.common.watch.readable(self.pidfd.clone(), Arc::clone(&self.ended).into())?,
-            );
-        }
-        Ok(())
-    }
-}
-
-/// Wakes those who wait for the end of a process.
-#[derive(Debug, Default)]
-struct Ended(Notify);
-
-impl Wake for Ended {
-    fn wake(self: Arc<Self>) {
-        self.0.notify_waiters();
+    /// Waits until the pidfd is readable, as it is from the end of the process on.
+    async fn readable(&self) -> io::Result<()> {
+        let watched = {
+            let mut watched = self.watched.lock();
+            let known = watched
+                .take()
+                .map_or_else(|| sys::watch(Arc::clone(&self.pidfd)).map(Arc::new), Ok)?;
+            Arc::clone(watched.insert(known))
+        };
+        watched.readable().await.map(drop)
     }
 }
 
@@ -111,17 +97,15 @@ impl Process for PidfdProcess {
     fn exited(&self) -> BoxFuture<'_, Exit> {
         Box::pin(async move {
             loop {
-                let mut ended = pin!(self.ended.0.notified());
-                // From here on its end is not missed.
-                ended.as_mut().enable();
-                let watched = self.watch();
                 if let Some(exit) = self.collect() {
                     return exit;
                 }
-                match watched {
-                    Ok(()) => ended.await,
-                    Err(_) => Box::pin(tokio::time::sleep(POLL)).await,
+                if self.readable().await.is_ok()
+                    && let Some(exit) = self.collect()
+                {
+                    return exit;
                 }
+                Box::pin(tokio::time::sleep(POLL)).await;
             }
         })
     }
@@ -210,8 +194,6 @@ fn status(end: End) -> u32 {
 /// What the processes of a driver share.
 #[derive(Debug)]
 pub(crate) struct Reaper {
-    /// Of their pidfds.
-    pub(crate) watch: Arc<Watch>,
     /// Root of version 1's freezer hierarchy, where their cgroups may be frozen.
     freezer: Option<Arc<OwnedFd>>,
     unreaped: Mutex<UnreapedChildren>,
@@ -234,12 +216,9 @@ struct UnreapedChild {
 }
 
 impl Reaper {
-    /// Nothing yet.
-    ///
-    /// # Errors
-    /// The failed step.
-    pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Result<Arc<Self>, StepError> {
-        Ok(Arc::new(Self { watch: Watch::new()?, freezer, unreaped: Mutex::default() }))
+    /// Creates a reaper without children.
+    pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Arc<Self> {
+        Arc::new(Self { freezer, unreaped: Mutex::default() })
     }
 
     fn reap_later(self: &Arc<Self>, pid: u32, pidfd: Arc<OwnedFd>, killed: bool) {
@@ -327,7 +306,7 @@ mod tests {
         }
         // Below what is no directory nothing can be opened.
         let freezer = Arc::new(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
-        let common = Reaper::new(Some(freezer)).unwrap();
+        let common = Reaper::new(Some(freezer));
         let child = Command::new("sleep").arg("1000").spawn().unwrap();
         let process = process(child.id(), &common);
         process.kill().unwrap();
@@ -349,7 +328,7 @@ mod tests {
             std::os::unix::fs::symlink(&state, own.join("freezer.state")).unwrap();
         }
         let freezer = Arc::new(OwnedFd::from(std::fs::File::open(root.path()).unwrap()));
-        let common = Reaper::new(Some(freezer)).unwrap();
+        let common = Reaper::new(Some(freezer));
         // Not reaped before its cgroup is read.
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let killed = Arc::new(process(child.id(), &common));
@@ -370,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_child_of_another_process_is_not_kept() {
-        let common = Reaper::new(None).unwrap();
+        let common = Reaper::new(None);
         // Its parent ends, so it is no child of this process.
         let out = Command::new("sh")
             .args(["-c", "sleep 1000 >/dev/null 2>&1 & echo $!"])
@@ -391,7 +370,7 @@ mod tests {
     #[test]
     #[expect(clippy::zombie_processes, reason = "it is reaped by what is tested")]
     fn a_child_that_does_not_exit_is_kept_once_and_reaped_later() {
-        let common = Reaper::new(None).unwrap();
+        let common = Reaper::new(None);
         let child = Command::new("sleep").arg("1000").spawn().unwrap();
         // As if it had been killed, and the kernel kept it.
         for _ in 0..20 {

@@ -4,13 +4,12 @@
 use std::ffi::{CStr, CString, OsStr, OsString, c_int};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::deadline::{Cloned, Deadline};
@@ -18,7 +17,6 @@ use process_identity::{device_and_inode, is_no_such_process};
 use rustix::process::getpid;
 use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 
-use super::epoll::Watched;
 use super::pidfd::{self, PidfdProcess, Reaper};
 use super::report::ChildReport;
 use super::{Adoption, Identity, Process, handle, identity};
@@ -97,7 +95,7 @@ impl Launcher {
         Ok(Self {
             boot_id: identity::boot_id()?,
             open_files,
-            common: Reaper::new(None)?,
+            common: Reaper::new(None),
             deadline: Deadline::new(None),
         })
     }
@@ -249,15 +247,6 @@ impl Launcher {
             }
             std::thread::sleep(EXEC_RETRY_DELAY);
         }
-    }
-
-    /// Wakes `waker` if a connection waits at a listening socket, and for each new connection,
-    /// until the answer is dropped. To be called on the runtime.
-    ///
-    /// # Errors
-    /// The socket cannot be watched.
-    pub fn watch_listener(&self, listener: Arc<OwnedFd>, waker: Waker) -> io::Result<Watched> {
-        self.common.watch.readable(listener, waker)
     }
 }
 

@@ -39,8 +39,9 @@ use crate::error::{IoContext as _, StepError, gone};
 use crate::exit::SHIM;
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
+use crate::process::handle::{self, Watched};
 use crate::process::memory::private_memory;
-use crate::process::{Exit, Identity, Process, epoll::Watched, handle};
+use crate::process::{Exit, Identity, Process};
 
 /// The Task endpoint of a pod's containers.
 #[derive(Debug)]
@@ -404,7 +405,7 @@ impl Endpoint {
             None => None,
             Some(listener) => {
                 let waker = Waker::from(self.clone());
-                match self.shim.shims().launcher.watch_listener(listener.clone(), waker) {
+                match handle::watch_listener(listener.clone(), waker) {
                     Ok(called) => Some(called),
                     Err(e) => return Step::Unwatched(e),
                 }

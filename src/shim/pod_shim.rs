@@ -79,11 +79,6 @@ impl PodShim {
         &self.id
     }
 
-    /// The state that all shims of the daemon share.
-    pub(super) fn shims(&self) -> &Shims {
-        &self.shims
-    }
-
     /// The settings of all shims.
     pub(super) fn settings(&self) -> &ShimSettings {
         &self.shims.settings
