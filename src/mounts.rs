@@ -41,7 +41,7 @@ pub enum View {
 }
 
 impl View {
-    /// What is wrong with it, and what corrects it.
+    /// The problem and its remedy.
     ///
     /// # Errors
     /// The mounts are not seen. `state` is containerd's state directory.

@@ -114,7 +114,7 @@ impl Class {
 
 /// The permits of a class.
 struct Permits {
-    /// As many as tasks may run at once.
+    /// One for each task that may run at once.
     free: Semaphore,
     /// Permits of overdue tasks, which gave theirs back; `None`: the class has no time limit.
     overdue: Option<Semaphore>,
@@ -180,12 +180,12 @@ impl Permits {
         Self { free: Semaphore::const_new(class.threads()), overdue, queue }
     }
 
-    /// As [`Class::stalled`].
+    /// Implements [`Class::stalled`].
     fn stalled(&self) -> Duration {
         self.queue.lock().since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// As [`run`].
+    /// Implements [`run`].
     #[expect(clippy::disallowed_methods, reason = "the one place that does")]
     async fn run<T: Send + 'static>(
         &'static self,

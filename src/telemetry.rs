@@ -279,7 +279,7 @@ mod tests {
             "pause_sandboxer_sandboxes{state=\"ready\",driver=\"native\"} 2",
             "pause_sandboxer_sandboxes{state=\"created\",driver=\"native\"} 0",
         ] {
-            assert!(text.lines().any(|of| of == line), "{line} is not in\n{text}");
+            assert!(text.lines().any(|printed| printed == line), "{line} is not in\n{text}");
         }
         assert!(!text.contains("call_duration_seconds_count{method=\"Wait\"}"), "{text}");
         assert!(text.ends_with("# EOF\n"));

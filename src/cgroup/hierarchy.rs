@@ -1,4 +1,4 @@
-//! One mounted hierarchy, and what is read and written in it.
+//! One mounted hierarchy, with reads and writes of its files.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -26,7 +26,7 @@ pub(super) struct OpenHierarchy {
 
 pub(super) type Weight = (&'static CStr, &'static [u8]);
 
-/// As containerd gives its sandboxes (`DefaultSandboxCPUshares`).
+/// The shares that containerd gives its sandboxes (`DefaultSandboxCPUshares`).
 const SHARES: Weight = (c"cpu.shares", b"2");
 
 /// The weight that runc converts these shares to for version 2.

@@ -129,12 +129,12 @@ impl Cgroups {
                 {
                     return Err(e);
                 }
-                // Version 2 needs systemd's hand in the slice: it hands the controllers down. With
-                // version 1 it does nothing for a slice without limits.
+                // On version 2 systemd must create the slice, because it delegates the controllers.
+                // On version 1 it does nothing for a slice without limits.
                 if self.unified && !self.exists(&scope.parent()) {
                     self.systemd.start_slice(&scope.slice)?;
                 }
-                // What its slice hands down is systemd's affair.
+                // systemd decides which controllers the slice delegates.
                 self.make_directory(&scope.path, false).map(Some)
             }
         }
@@ -256,16 +256,9 @@ impl Cgroups {
         if !self.exists(&scope.path) {
             return Vec::new();
         }
-        let mut failed = Vec::new();
-        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
-            if let Err(e) = self.kill_members(hierarchy, &scope.path) {
-                failed.push(StepError::at(
-                    "kill what is in cgroup",
-                    self.path(index, &scope.path),
-                    e.into(),
-                ));
-            }
-        }
+        let mut failed = self.in_each("kill what is in cgroup", &scope.path, |hierarchy| {
+            self.kill_members(hierarchy, &scope.path)
+        });
         failed.extend(self.systemd.stop(&scope.unit).err());
         failed.extend(self.remove_directory(&scope.path));
         failed
@@ -280,35 +273,38 @@ impl Cgroups {
 
     /// Removes the cgroup from every hierarchy where it is empty by then. What is in it stays.
     pub(crate) fn remove_empty(&self, cgroup: &CStr, until: Instant) -> Vec<StepError> {
-        let mut failed = Vec::new();
-        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
+        self.in_each("remove cgroup", cgroup, |hierarchy| {
             let mut done = Ok(());
             let _ = deadline::poll_until(until, || {
                 done = unlinkat(hierarchy.root.as_fd(), cgroup, AtFlags::REMOVEDIR);
                 done != Err(Errno::BUSY)
             });
             match done {
-                // Below what is no directory there is nothing; another cgroup below it is
-                // another's.
-                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::NOTEMPTY) => {}
-                Err(e) => {
-                    failed.push(StepError::at("remove cgroup", self.path(index, cgroup), e.into()))
-                }
+                // A path below a file does not exist. A cgroup below this one belongs to others.
+                Err(Errno::NOENT | Errno::NOTDIR | Errno::NOTEMPTY) => Ok(()),
+                done => done,
             }
-        }
-        failed
+        })
+    }
+
+    /// Does the work in each hierarchy; the errors.
+    fn in_each(
+        &self,
+        what: &'static str,
+        cgroup: &CStr,
+        work: impl Fn(&OpenHierarchy) -> Result<(), Errno>,
+    ) -> Vec<StepError> {
+        let error = |(index, hierarchy)| {
+            let e = work(hierarchy).err()?;
+            Some(StepError::at(what, self.path(index, cgroup), e.into()))
+        };
+        self.hierarchies.iter().enumerate().filter_map(error).collect()
     }
 
     /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are
     /// kubelet's.
     fn remove_directory(&self, cgroup: &CStr) -> Vec<StepError> {
-        let mut failed = Vec::new();
-        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
-            if let Err(e) = self.remove_from(hierarchy, cgroup) {
-                failed.push(StepError::at("remove cgroup", self.path(index, cgroup), e.into()));
-            }
-        }
-        failed
+        self.in_each("remove cgroup", cgroup, |hierarchy| self.remove_from(hierarchy, cgroup))
     }
 
     fn remove_from(&self, hierarchy: &OpenHierarchy, cgroup: &CStr) -> Result<(), Errno> {

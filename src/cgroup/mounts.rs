@@ -24,7 +24,7 @@ const MOUNTS: &str = "/proc/thread-self/mountinfo";
 const OPTIONS: [&[u8]; 7] =
     [b"rw", b"ro", b"xattr", b"clone_children", b"noprefix", b"cpuset_v2_mode", b"favordynmods"];
 
-/// What is mounted.
+/// The mounted cgroup file systems.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mounted {
     /// One hierarchy per controller, or per group of controllers; none of them where no cgroup file
@@ -144,12 +144,12 @@ mod tests {
 
     use super::*;
 
-    fn hierarchies(of: &[(&str, &[&str])]) -> Vec<Hierarchy> {
+    fn hierarchies(list: &[(&str, &[&str])]) -> Vec<Hierarchy> {
         let one = |(point, controllers): &(&str, &[&str])| Hierarchy {
             point: point.into(),
             controllers: controllers.iter().map(|name| (*name).to_owned()).collect(),
         };
-        of.iter().map(one).collect()
+        list.iter().map(one).collect()
     }
 
     #[test]

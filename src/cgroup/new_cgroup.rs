@@ -47,9 +47,8 @@ impl NewCgroup<'_> {
         loop {
             attempts -= 1;
             match mkdirat(hierarchy.root.as_fd(), cgroup, DIRECTORY_MODE) {
-                Ok(()) => break self.directories.push((index, cgroup.to_owned())),
-                // Left over from an interrupted Start of the same sandbox.
-                Err(Errno::EXIST) => {
+                // It may be left over from an interrupted Start of the same sandbox.
+                Ok(()) | Err(Errno::EXIST) => {
                     break self.directories.push((index, cgroup.to_owned()));
                 }
                 Err(Errno::NOENT) if attempts > 0 => self.parents(index, hierarchy, cgroup)?,

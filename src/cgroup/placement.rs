@@ -8,7 +8,7 @@ use super::slice::{self, Scope};
 use crate::error::StepError;
 use crate::id::SandboxId;
 
-/// What names a pause process's cgroup. It is all that a driver must know of a plan to adopt a
+/// The name of a pause process's cgroup. It is all that a driver must know of a plan to adopt a
 /// pause process and to clean up after it, and all that is kept of the plan while the pause process
 /// lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl Placement {
 /// Checks the cgroup parent of a `Plan`.
 ///
 /// # Errors
-/// What is wrong with it.
+/// The parent is not usable.
 pub fn check_parent(parent: &str) -> Result<(), String> {
     if slice::is_slice(parent) {
         return slice::path(parent).map(drop);

@@ -27,7 +27,7 @@ impl Scope {
     /// The scope of sandbox `id` in `slice`, named as containerd and runc name it.
     ///
     /// # Errors
-    /// What is wrong with the names.
+    /// The names are not valid.
     pub(super) fn new(slice: &str, id: &str) -> Result<Self, String> {
         let mut path = path(slice)?;
         let unit = format!("cri-containerd-{id}.scope");

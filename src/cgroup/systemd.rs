@@ -113,7 +113,7 @@ impl Systemd {
             ("MemoryAccounting", true.into()),
             ("IOAccounting", true.into()),
             ("TasksAccounting", true.into()),
-            // One that failed is forgotten like one that ended.
+            // systemd forgets a failed scope like one that has ended.
             ("CollectMode", "inactive-or-failed".into()),
         ];
         let unit = scope.unit.as_str();

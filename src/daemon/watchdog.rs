@@ -1,11 +1,11 @@
 //! Keep-alives for the service manager's watchdog, and the daemon's own look at its threads.
 //!
 //! A keep-alive shows that the runtime runs: a daemon that is stopped, or whose tasks block each
-//! other, sends none. That the threads for blocking work make no progress is another matter: usually
-//! a disk does not answer. A restart does not end a thread that is in an uninterruptible system
-//! call, and it fails the calls that would succeed after the disk has recovered. So the daemon
-//! exits only after [`MAX_STALLED`], and by itself: it can close its connections, which a killed
-//! process with such a thread cannot.
+//! other, sends none. Threads for blocking work without progress are another matter: usually a disk
+//! does not answer. A restart does not end a thread that is in an uninterruptible system call, and
+//! it fails the calls that would succeed after the disk has recovered. So the daemon exits only
+//! after [`MAX_STALLED`], and by itself: it can close its connections, which a killed process with
+//! such a thread cannot.
 
 use std::time::Duration;
 

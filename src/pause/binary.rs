@@ -84,7 +84,7 @@ pub(super) fn sealed() -> Result<OwnedFd, StepError> {
             io::ErrorKind::PermissionDenied.into(),
         ));
     }
-    // What is open for writing cannot be executed.
+    // A file that is open for writing cannot be executed.
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     fs::File::open(&path).step_at("open the pause program", path).map(Into::into)
 }

@@ -1,4 +1,4 @@
-//! What happens between the clone and the pause program, in the child.
+//! The steps of the child between the clone and the pause program.
 //!
 //! The child shares the daemon's memory and its thread's stack (see [`sys::clone_child`]): it makes
 //! system calls on what was prepared for it, allocates nothing, and reports through [`PauseReport`]
@@ -184,7 +184,7 @@ fn finish(work: &PauseWork<'_>, done: Result<(), Errno>) -> ! {
     work.report.report.exit(done)
 }
 
-/// What takes the node's privileges.
+/// Drops the node's privileges.
 fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
     let report = &work.report;
     if let Some(network) = work.network {

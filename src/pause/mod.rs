@@ -83,7 +83,7 @@ pub struct Plan {
     pub selinux_label: String,
 }
 
-/// What the built-in controller asks for (`defaultSandboxOOMAdj`).
+/// The value of the built-in controller (`defaultSandboxOOMAdj`).
 const OOM_SCORE_ADJ: i32 = -998;
 
 /// The `oom_score_adj` of a pause process; where it is `restricted`, it is not below the daemon's
@@ -115,7 +115,7 @@ impl Plan {
         }
     }
 
-    /// What names its cgroup.
+    /// The name of its cgroup.
     pub fn cgroup_ref(&self) -> CgroupRef {
         CgroupRef { id: self.id.clone(), cgroup_parent: self.cgroup_parent.as_str().into() }
     }

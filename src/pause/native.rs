@@ -101,7 +101,10 @@ impl Native {
     pub fn for_state_dir(mut self, state_dir: &Path) -> Self {
         match Mark::set(self.image.as_fd(), state_dir) {
             Ok(mark) => self.mark = Some(mark),
-            Err(step) => log::error!("cannot detect pause processes without a record: {step}"),
+            Err(step) => log::error!(
+                "failed to mark the pause program; orphaned pause processes will not be \
+                 found: {step}"
+            ),
         }
         self
     }
@@ -192,7 +195,7 @@ impl Native {
         if let Some(freezer) = self.cgroups.freezer()
             && let Err(e) = deadline::thaw(&freezer, pid)
         {
-            log::debug!(pid = pid; "thaw a child: {}", io::Error::from(e));
+            log::debug!(pid = pid; "failed to thaw child: {}", io::Error::from(e));
         }
         sys::reap(pidfd.as_fd(), true).map(drop).step("reap the pause process")
     }

@@ -47,10 +47,10 @@ pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(4);
 /// How long their cgroups may stay busy then, all together.
 pub(super) const CGROUP_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// What is read of a command line: a pause process's is its name and an id.
+/// How many bytes of a command line are read: a pause process's is its name and an id.
 const COMMAND_LINE: u64 = 4096;
 
-/// What distinguishes the pause processes of a state directory from all other processes.
+/// The mark that distinguishes the pause processes of a state directory from all other processes.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     value: Vec<u8>,
@@ -109,7 +109,7 @@ fn is_confined(pid: u32) -> bool {
 /// A pause process that bears our mark.
 #[derive(Debug)]
 pub(super) struct MarkedProcess {
-    /// What its command line has for the sandbox id. Not checked.
+    /// The sandbox id in its command line, which is not checked.
     pub(super) id: String,
     pid: u32,
     pidfd: OwnedFd,
@@ -159,7 +159,7 @@ fn search(mark: &Mark, sender: &Sender<io::Result<MarkedProcess>>) {
     }
 }
 
-/// One that ends meanwhile is none.
+/// A process that ends meanwhile is not returned.
 fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<MarkedProcess> {
     if !mark.is_on(pid) {
         return None;

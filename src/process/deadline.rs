@@ -82,7 +82,7 @@ impl Deadline {
         Self(Arc::new(Shared { within, freezer, children: Mutex::default() }))
     }
 
-    /// As [`sys::clone_child`], within bounds.
+    /// Calls [`sys::clone_child`], and kills the child when it is overdue.
     ///
     /// # Errors
     /// The system's, of the clone or of the start of a thread.
@@ -282,7 +282,7 @@ mod tests {
         sys::exit(7)
     }
 
-    /// What `work` returns. A clone without a deadline does not return, and the test fails.
+    /// The result of `work`. A clone without a deadline does not return, and the test fails.
     fn returned<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
         let (sender, receiver) = std::sync::mpsc::channel();
         drop(thread::spawn(move || sender.send(work())));

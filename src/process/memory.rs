@@ -1,4 +1,4 @@
-//! How much memory a process has for itself.
+//! The private memory of a process.
 
 use std::fs;
 use std::io;
@@ -14,15 +14,15 @@ use crate::error::{IoContext as _, StepError};
 ///
 /// # Errors
 /// The failed step.
-pub(crate) fn private_memory(of: &Identity) -> Result<Option<u64>, StepError> {
-    let path = format!("/proc/{}/status", of.pid);
+pub(crate) fn private_memory(identity: &Identity) -> Result<Option<u64>, StepError> {
+    let path = format!("/proc/{}/status", identity.pid);
     let read = fs::read_to_string(&path)
-        .and_then(|status| Ok((status, Stat::of_process(of.pid)?.start_time)));
+        .and_then(|status| Ok((status, Stat::of_process(identity.pid)?.start_time)));
     match read {
         Err(e) if is_no_such_process(&e) => Ok(None),
         Err(e) => Err(StepError::at("read", path, e)),
         // Another process has the pid by now.
-        Ok((_, start_time)) if start_time != of.start_time => Ok(None),
+        Ok((_, start_time)) if start_time != identity.start_time => Ok(None),
         // A process that is exiting has no memory any more, and no such line.
         Ok((status, _)) => rss_anon(&status).transpose().step_at("read RssAnon of", path),
     }

@@ -102,7 +102,7 @@ pub trait Process: Send + Sync + fmt::Debug {
     fn exited(&self) -> BoxFuture<'_, Exit>;
 }
 
-/// What an adoption found of a recorded process.
+/// The result of the adoption of a recorded process.
 #[derive(Debug)]
 pub enum Adoption {
     /// Alive and the same process.

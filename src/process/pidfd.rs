@@ -191,7 +191,7 @@ fn status(end: End) -> u32 {
     }
 }
 
-/// What the processes of a driver share.
+/// The state that the processes of a driver share.
 #[derive(Debug)]
 pub(crate) struct Reaper {
     /// Root of version 1's freezer hierarchy, where their cgroups may be frozen.
@@ -287,7 +287,7 @@ mod tests {
         PidfdProcess::new(pidfd, identity::read_identity(pid, &boot).unwrap(), Arc::clone(common))
     }
 
-    /// What the kernel says of this process's cgroup of version 1; `None` where it has none.
+    /// The path of this process's freezer cgroup of version 1; `None` without that hierarchy.
     fn freezer_cgroup() -> Option<String> {
         let cgroups = std::fs::read_to_string("/proc/self/cgroup").unwrap();
         let path = cgroups.lines().find_map(|line| line.split_once(":freezer:"));
@@ -333,10 +333,10 @@ mod tests {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let killed = Arc::new(process(child.id(), &common));
         let (sender, answers) = std::sync::mpsc::channel();
-        let of = Arc::clone(&killed);
+        let process = Arc::clone(&killed);
         let both = thread::spawn(move || {
-            sender.send(of.kill()).unwrap();
-            sender.send(of.thaw()).unwrap();
+            sender.send(process.kill()).unwrap();
+            sender.send(process.thaw()).unwrap();
         });
         answers.recv_timeout(Duration::from_secs(20)).expect("it waits").unwrap();
         answers.recv_timeout(Duration::from_millis(100)).expect_err("it does not wait");

@@ -1,4 +1,4 @@
-//! What a cloned child reports to its parent: the step that it is in and how that failed.
+//! The report of a cloned child to its parent: the step that it is in and how that failed.
 
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::Relaxed};
 

@@ -34,7 +34,7 @@ const EXEC_TIMEOUT: Duration = Duration::from_secs(2);
 /// Delay between two of its searches.
 const EXEC_RETRY_DELAY: Duration = Duration::from_millis(5);
 
-/// What is launched.
+/// A process to launch.
 #[derive(Debug)]
 pub struct Launch<'a> {
     /// The program.
@@ -230,9 +230,9 @@ impl Launcher {
             let mut executes = false;
             for pid in pids()? {
                 match seen(pid) {
-                    Some(of) if of.as_deref() == Some(&*expected) => {}
-                    of => {
-                        executes |= of == Some(None);
+                    Some(seen) if seen.as_deref() == Some(&*expected) => {}
+                    other => {
+                        executes |= other == Some(None);
                         continue;
                     }
                 }
@@ -336,7 +336,8 @@ extern "C" fn child(work: &SpawnWork<'_>) -> ! {
 fn become_program(work: &SpawnWork<'_>) -> Result<(), Errno> {
     rustix::process::setsid().map(drop)?;
     work.report.enter(1);
-    // What is handed over has one of these numbers only in a daemon that was started without them.
+    // The descriptors that are handed over have one of these numbers only in a daemon that was
+    // started without them.
     sys::duplicate_to(work.null, 0)?;
     sys::duplicate_to(work.null, 1)?;
     sys::duplicate_to(work.errors, 2)?;

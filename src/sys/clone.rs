@@ -82,8 +82,8 @@ impl Stack {
     }
 }
 
-/// What clone3(2) gets: the kernel writes the child's pidfd to `born`, and its pid too if that is
-/// the one of `how`.
+/// The arguments of clone3(2). The kernel writes the child's pidfd to `born`, and its pid too if
+/// that is the one of `how`.
 fn arguments(how: &Clone<'_>, born: &ClonedChildSlot) -> libc::clone_args {
     let own_child = how.flags & libc::CLONE_PARENT as u64 == 0;
     let mut args = libc::clone_args {

@@ -1,4 +1,4 @@
-//! What turns a cloned child into another program.
+//! The system calls that turn a cloned child into another program.
 
 use std::ffi::{CStr, CString, c_int, c_uint};
 use std::marker::PhantomData;

@@ -1,4 +1,4 @@
-//! What identifies a process beyond its pid, which the kernel reuses. The daemon compares it before
+//! Identifies a process beyond its pid, which the kernel reuses. The daemon compares it before
 //! it signals a process that an earlier daemon started; `runc-shim` compares it for the pause
 //! process, its children and commands of the runtime.
 
