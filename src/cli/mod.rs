@@ -17,8 +17,7 @@ pub mod watch;
 pub const DOWN: u8 = 3;
 /// Exit status of `check --strict` whose worst finding is a warning.
 pub const WARNED: u8 = 4;
-/// Exit status of `disable --check` where pods need the sandboxer, or new ones would (EX_TEMPFAIL of
-/// sysexits.h).
+/// Exit status of `disable --check` if pods need the sandboxer, or new ones would (EX_TEMPFAIL).
 pub const NEEDED: u8 = 75;
 
 /// The meanings of all exit statuses; clap exits with 2.

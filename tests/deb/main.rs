@@ -411,7 +411,7 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     says("Remove the package with a pod alive, and install it again");
     let text = run("dpkg -r pause-sandboxer");
     assert!(
-        text.contains("these pods still have a sandbox of this daemon:\n    default/web\n"),
+        text.contains("these pods still have a sandbox of this daemon:\n    default/web ("),
         "{text}"
     );
     assert!(text.contains("kubectl drain --ignore-daemonsets "), "{text}");

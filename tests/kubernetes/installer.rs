@@ -216,7 +216,7 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     cluster.kubectl(&["apply", "-k", &in_packaging("kubernetes/uninstaller")])?;
     until("the uninstaller waits for the pod", LIMIT, || {
         let logs = logs(cluster);
-        ensure!(logs.contains("waiting for the end of these pods"), "{logs}");
+        ensure!(logs.contains("waiting for what needs the sandboxer"), "{logs}");
         Ok(())
     })?;
     facts.expect("pod while it waits", ours.sh("installed", "echo runs")?, "runs")?;

@@ -150,14 +150,14 @@ fn down(socket: &Path, e: &io::Error) -> ClientError {
 fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, ClientError> {
     let mut found: Vec<&Sandbox> = match name.split_once('/') {
         Some((namespace, pod)) => {
-            all.iter().filter(|of| of.namespace == namespace && of.pod == pod).collect()
+            all.iter().filter(|one| one.namespace == namespace && one.pod == pod).collect()
         }
         None => all
             .iter()
-            .filter(|of| of.id == name || !name.is_empty() && of.id.starts_with(name))
+            .filter(|one| one.id == name || !name.is_empty() && one.id.starts_with(name))
             .collect(),
     };
-    if let Some(exact) = found.iter().position(|of| of.id == name) {
+    if let Some(exact) = found.iter().position(|one| one.id == name) {
         found = vec![found.swap_remove(exact)];
     }
     match found.as_slice() {
@@ -166,7 +166,7 @@ fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, ClientErro
         many => Err(ClientError::NoSuch(format!(
             "{name:?} matches {} sandboxes: {}",
             many.len(),
-            many.iter().map(|of| of.id.as_str()).collect::<Vec<_>>().join(", ")
+            many.iter().map(|one| one.id.as_str()).collect::<Vec<_>>().join(", ")
         ))),
     }
 }

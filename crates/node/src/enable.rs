@@ -170,7 +170,7 @@ pub struct Enablement {
     pub offline: bool,
 }
 
-/// What `enable` writes, decided from what was read.
+/// The changes that `enable` makes, decided from what was read.
 struct EnablePlan {
     handler: HandlerPlan,
     changes: Changes,
@@ -178,7 +178,7 @@ struct EnablePlan {
     adopted: usize,
     /// The handlers that containerd loses.
     lost: Vec<String>,
-    /// What the operator should know before the changes.
+    /// Lines that the operator should see before the changes.
     notes: Vec<String>,
 }
 
@@ -310,7 +310,7 @@ fn adopt_settings(
         check_trusted(path)?;
         changes.directory(directory_of(path));
         let change = FileChange::new(path.clone(), Some(new.into_bytes()))?;
-        // What it adopts may be secret, such as a variable of shims.
+        // An adopted value may be secret, such as a variable of shims.
         changes.add(main.keep_private(change));
     }
     Ok(changes)

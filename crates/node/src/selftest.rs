@@ -36,36 +36,21 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum number of attempts: kubelet removes pods without an API object, such as the test pod.
 const ATTEMPTS: usize = 5;
 
-/// Why the test failed.
+/// Why the test failed: a step, a requirement, a signal, the deadline, or what it left.
 #[derive(Debug, thiserror::Error)]
-pub enum SelftestError {
-    /// A step failed.
-    #[error(transparent)]
-    Step(#[from] StepError),
-    /// The node or a result does not meet a requirement.
-    #[error("{0}")]
-    Failed(String),
-    /// A signal or the deadline.
-    #[error("{0}")]
-    Stopped(String),
-    /// A step of a handler's pod failed.
-    #[error("runtime handler {handler}, step {step}: {reason}")]
-    Pod {
-        /// The runtime handler.
-        handler: String,
-        /// The step.
-        step: &'static str,
-        /// Why.
-        reason: Box<SelftestError>,
-    },
-    /// Resources of the test could not be removed.
-    #[error("{reason}failed to remove resources of the test: {steps}")]
-    RemovalFailed {
-        /// The earlier failure and a separator; empty: there is none.
-        reason: String,
-        /// The steps that failed.
-        steps: StepErrors,
-    },
+#[error("{0}")]
+pub struct SelftestError(String);
+
+impl From<StepError> for SelftestError {
+    fn from(step: StepError) -> Self {
+        Self(step.to_string())
+    }
+}
+
+impl From<String> for SelftestError {
+    fn from(reason: String) -> Self {
+        Self(reason)
+    }
 }
 
 /// The options of the test.
@@ -111,10 +96,10 @@ pub async fn run(
     say: &mut dyn FnMut(String),
 ) -> Result<SelftestReport, SelftestError> {
     if !nix::unistd::geteuid().is_root() {
-        return Err(SelftestError::Failed("must run as root".to_owned()));
+        return Err(SelftestError("must run as root".to_owned()));
     }
     let containerd = NodeContainerd::find(&wanted.subject);
-    let merged = containerd.dump().await.map_err(SelftestError::Failed)?;
+    let merged = containerd.dump().await?;
     let (ours, others) = handlers(wanted, &merged, &containerd)?;
     let mut stop = pin!(stopped(wanted.within)?);
     let config = &wanted.subject.config;
@@ -139,36 +124,30 @@ pub async fn run(
     let table = table(&columns);
     // The second pod runs only if the first one has not failed.
     let failed = columns.into_iter().find_map(Column::failure);
-    Ok(SelftestReport { table, failed: after_removal(failed, removed.map_err(StepErrors::from)) })
+    Ok(SelftestReport {
+        table,
+        failed: after_removal(failed, removed.map_err(StepErrors::from)).err(),
+    })
 }
 
 impl Column {
     fn failure(self) -> Option<SelftestError> {
         let (step, reason) = self.failed?;
-        Some(SelftestError::Pod { handler: self.handler, step, reason: Box::new(reason) })
+        Some(SelftestError(format!("runtime handler {}, step {step}: {reason}", self.handler)))
     }
 }
 
-/// Combines the failure of the test with that of the removal of its resources.
-fn with_removal(failed: SelftestError, removed: Result<(), StepErrors>) -> SelftestError {
-    match removed {
-        Ok(()) => failed,
-        Err(steps) => SelftestError::RemovalFailed { reason: format!("{failed}; "), steps },
-    }
-}
-
-/// As [`with_removal`], of a test that may have succeeded.
+/// Adds the failed removal of the test's resources to the failure of the test, if it has failed.
+///
+/// # Errors
+/// Both, if there are.
 fn after_removal(
     failed: Option<SelftestError>,
     removed: Result<(), StepErrors>,
-) -> Option<SelftestError> {
-    match failed {
-        Some(failed) => Some(with_removal(failed, removed)),
-        None => {
-            let steps = removed.err()?;
-            Some(SelftestError::RemovalFailed { reason: String::new(), steps })
-        }
-    }
+) -> Result<(), SelftestError> {
+    let Err(steps) = removed else { return failed.map_or(Ok(()), Err) };
+    let reason = failed.map(|failed| format!("{failed}; ")).unwrap_or_default();
+    Err(SelftestError(format!("{reason}failed to remove resources of the test: {steps}")))
 }
 
 /// Whether the node has a network for pods, and the name of the image, which is imported.
@@ -187,7 +166,7 @@ async fn prepare(
         unless_stopped(stop, image::import(&wanted.subject.config, &image, wanted.program)).await
     {
         let removed = image::remove(&wanted.subject.config, &image).await;
-        return Err(with_removal(failed, removed.map_err(StepErrors::from)));
+        after_removal(Some(failed), removed.map_err(StepErrors::from))?;
     }
     Ok((is_ready("NetworkReady"), image))
 }
@@ -199,7 +178,7 @@ async fn unless_stopped<T>(
 ) -> Result<T, SelftestError> {
     tokio::select! {
         done = work => Ok(done?),
-        reason = stop => Err(SelftestError::Stopped(reason)),
+        reason = stop => Err(SelftestError(reason)),
     }
 }
 
@@ -223,11 +202,11 @@ fn handlers(
                 "{named:?} is not a runtime handler of this sandboxer; its handlers are {:?}",
                 known.ours
             );
-            return Err(SelftestError::Failed(reason));
+            return Err(SelftestError(reason));
         }
         None => known.ours.first().cloned().ok_or_else(|| {
             let command = containerd.enable_command();
-            SelftestError::Failed(format!(
+            SelftestError(format!(
                 "containerd has no runtime handler of this sandboxer; run `{command}`"
             ))
         })?,
@@ -284,7 +263,7 @@ async fn column(
             done = pod.run() => done,
             reason = stop.as_mut() => {
                 is_stopped = true;
-                Err(SelftestError::Stopped(reason))
+                Err(SelftestError(reason))
             }
         };
         let was_ended = done.is_err() && !is_stopped && pod.was_ended().await;
@@ -298,7 +277,7 @@ async fn column(
             continue;
         }
         let step = pod.last_step();
-        let failed = after_removal(done.err(), removed).map(|reason| (step, reason));
+        let failed = after_removal(done.err(), removed).err().map(|reason| (step, reason));
         return Column { handler, timings: pod.timings().to_vec(), failed };
     }
 }
@@ -329,7 +308,7 @@ async fn remove_until_gone(wanted: &Selftest, pod: &mut TestPod) -> Result<(), S
 
 /// The times in a table: a row for each step of the first column.
 fn table(columns: &[Column]) -> String {
-    let width = columns.iter().map(|of| of.handler.len()).max().unwrap_or_default().max(10);
+    let width = columns.iter().map(|column| column.handler.len()).max().unwrap_or_default().max(10);
     let mut text = format!("{:<24}", "STEP");
     for column in columns {
         text += &format!("  {:>width$}", column.handler);
@@ -369,7 +348,7 @@ mod tests {
             failed,
         };
         let ms = Duration::from_millis;
-        let failed = || SelftestError::Failed("no image".to_owned());
+        let failed = || SelftestError("no image".to_owned());
         let columns = [
             of("runc-pause", &[("a", ms(1)), ("b", ms(1500))], None),
             of("runc", &[("a", ms(20))], Some(("b", failed()))),
@@ -459,10 +438,10 @@ mod tests {
 
     #[test]
     fn an_error_of_the_removal_is_added() {
-        let failed = || Some(SelftestError::Failed("no image".to_owned()));
+        let failed = || Some(SelftestError("no image".to_owned()));
         let step = || StepErrors::from(StepError::new("remove image", std::io::Error::other("x")));
-        assert!(after_removal(None, Ok(())).is_none());
-        let of = |failed, removed| after_removal(failed, removed).unwrap().to_string();
+        after_removal(None, Ok(())).unwrap();
+        let of = |failed, removed| after_removal(failed, removed).unwrap_err().to_string();
         assert_eq!(of(failed(), Ok(())), "no image");
         let left = "failed to remove resources of the test: remove image: x";
         assert_eq!(of(None, Err(step())), left);

@@ -21,6 +21,7 @@ mod running;
 pub(crate) mod shared;
 
 pub(crate) use enabled::{BaseHandler, EnabledOptions, MARK};
+pub(crate) use files::{Main, is_pattern};
 pub(crate) use node::NodeContainerd;
 use running::ContainerdProgram;
 use shared::Difference;
@@ -102,14 +103,6 @@ async fn examine_config(
     let mut findings = vec![Finding::ok(CONFIG, format!("{shown} with its imports"))];
     findings.extend(main.missing_imports(None));
     findings.extend(main.lost_handlers(&table));
-    if let Some(drop_in) = files::drop_in().filter(|drop_in| !drop_in.is_in(&table)) {
-        // A config that names the sandboxer elsewhere does not need the drop-in.
-        if proxy(&table, config).is_err() {
-            // All else is in it.
-            findings.push(main.not_imported(&drop_in.path));
-            return findings;
-        }
-    }
     findings.extend(node.started.and_then(|started| main.written_after(started, &node.unit)));
     findings.extend(loaded::examine(node, &all(&table, config).ours, config).await);
     findings.extend(config_findings(&table, config));

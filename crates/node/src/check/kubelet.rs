@@ -44,9 +44,9 @@ fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool) -> Vec<Findin
         .ours
         .iter()
         .filter_map(|name| Some((name, handlers.all.get(name)?)))
-        .filter(|(_, handler)| of_runc(handler))
+        .filter(|(_, handler)| is_of_runc(handler))
         .map(|(name, handler)| {
-            // Without options runc is not asked for systemd's.
+            // A handler without options does not ask runc for systemd's cgroups.
             let own = systemd(handler).unwrap_or(false);
             if own == default {
                 return Finding::ok(
@@ -77,7 +77,7 @@ fn name(systemd: bool) -> &'static str {
     if systemd { "systemd" } else { "cgroupfs" }
 }
 
-fn of_runc(handler: &Table) -> bool {
+fn is_of_runc(handler: &Table) -> bool {
     handler.get("runtime_type").and_then(Value::as_str) == Some(RUNC)
 }
 
@@ -101,7 +101,8 @@ fn default_driver(handlers: &Handlers, systemd_runs: bool) -> (String, bool) {
         let set = handlers.all.get(name);
         let said = match set {
             Some(handler)
-                if of_runc(handler) || name == DEFAULT && !handler.contains_key("runtime_type") =>
+                if is_of_runc(handler)
+                    || name == DEFAULT && !handler.contains_key("runtime_type") =>
             {
                 systemd(handler)
             }

@@ -21,11 +21,11 @@ pub(super) async fn examine(config: &Config) -> Vec<Finding> {
 }
 
 fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
-    let of = |wanted: fn(&Sandbox) -> bool| {
-        all.iter().filter(|of| wanted(of)).map(|of| of.id.as_str()).collect::<Vec<_>>()
+    let ids = |wanted: fn(&Sandbox) -> bool| {
+        all.iter().filter(|one| wanted(one)).map(|one| one.id.as_str()).collect::<Vec<_>>()
     };
     let mut findings = Vec::new();
-    let quarantined = of(|of| of.state == "quarantined");
+    let quarantined = ids(|one| one.state == "quarantined");
     if !quarantined.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
@@ -37,7 +37,7 @@ fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
             format!("pause-sandboxer inspect {} shows the reason", quarantined[0]),
         ));
     }
-    let unknown = of(|of| of.state == "unknown");
+    let unknown = ids(|one| one.state == "unknown");
     if !unknown.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
@@ -49,7 +49,7 @@ fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
             ),
         ));
     }
-    let failing = of(|of| of.failed_cleanups > 0);
+    let failing = ids(|one| one.failed_cleanups > 0);
     if !failing.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
@@ -62,7 +62,7 @@ fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
         ));
     }
     if findings.is_empty() {
-        let ready = of(|of| of.state == "ready").len();
+        let ready = ids(|one| one.state == "ready").len();
         findings.push(Finding::ok(SUBJECT, format!("{ready} of {} are ready", all.len())));
     }
     findings

@@ -65,7 +65,7 @@ fn write(path: &Path, bytes: &[u8], mode: u32, group: u32) -> Result<(), StepErr
     chown(path, None, Some(group)).step_at("set group of file", path)
 }
 
-/// By the time containerd's files are compared with its start.
+/// Sets the time of a file, which is compared with containerd's start.
 fn set_modified(path: &Path, time: SystemTime) -> Result<(), StepError> {
     let file = fs::File::options().write(true).open(path);
     file.and_then(|file| file.set_modified(time)).step_at("set time of file", path)
@@ -126,7 +126,7 @@ impl FileChange {
         }
         let mut allowed = of.mode;
         if self.group != of.group {
-            // There its members are others.
+            // The members of the file's own group may be other users.
             allowed = allowed & !0o070 | (allowed & 0o007) << 3;
         }
         self.mode &= allowed;
@@ -216,7 +216,7 @@ impl Changes {
         }
     }
 
-    /// One more change, unless it changes nothing.
+    /// Adds a change, unless it changes nothing.
     pub(super) fn add(&mut self, change: FileChange) {
         if change.changes() {
             self.files.push(change);

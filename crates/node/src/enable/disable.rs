@@ -30,7 +30,7 @@ pub struct Disablement {
     pub wait: bool,
 }
 
-/// What `disable` removes, decided from what was read.
+/// The changes that `disable` makes, decided from what was read.
 pub(super) struct Removal {
     pub(super) changes: Changes,
     /// The runtime handlers of the drop-in, and those of this sandboxer in other files.
@@ -380,7 +380,7 @@ async fn unload(
         return Ok(());
     };
     if changes.is_empty() {
-        // Otherwise that was so before the changes.
+        // With changes this was checked before they were made.
         node.only_own_changes()?;
     }
     let without = |known: &[String]| !lost.iter().any(|one| known.contains(one));
@@ -420,7 +420,7 @@ async fn late_pods(wanted: &Disablement, removal: &Removal) -> Option<String> {
 async fn remove_pause(containerd: &NodeContainerd, cri: &CriClient, say: Say<'_>) {
     const IMAGE: &str = oci_image::NAME;
     let is_named = |merged: Table| merged.to_string().contains(IMAGE);
-    // One that is imported by hand is not pinned.
+    // An image that was imported by hand is not pinned.
     let is_imported = matches!(cri.image(IMAGE).await, Ok(Some(true)));
     if !is_imported || containerd.dump().await.map_or(true, is_named) {
         return;

@@ -92,7 +92,7 @@ mod tests {
         );
         drop((first, of_another));
         assert!(!path.exists());
-        // Of a killed process.
+        // A killed process has left it.
         fs::write(&path, "").unwrap();
         drop(ConfigLock::take(dir.path()).unwrap());
         assert!(!path.exists());

@@ -4,11 +4,12 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use base::error::{IoContext as _, StepError};
 use toml::{Table, Value};
 
 use super::changes::{Changes, FileChange, FileState};
 use super::{EnableError, toml_text};
-use base::error::{IoContext as _, StepError};
+use crate::check::containerd::{Main, is_pattern};
 
 /// The extension of the file as it was before `enable`.
 pub(super) const BACKUP: &str = "before-pause-sandboxer";
@@ -28,14 +29,13 @@ const HEAD: usize = 5;
 /// The config file.
 #[derive(Debug)]
 pub(super) struct MainConfig {
-    /// Its path, as containerd knows it.
-    named: PathBuf,
+    /// Its path as containerd knows it, and its table.
+    main: Main,
     /// Its path without links.
     path: PathBuf,
     /// The file, if it is there, and its text.
     state: Option<FileState>,
     text: Option<String>,
-    table: Table,
 }
 
 impl MainConfig {
@@ -44,7 +44,7 @@ impl MainConfig {
     /// # Errors
     /// It cannot be read or is not TOML.
     pub(super) fn read(named: &Path) -> Result<Self, EnableError> {
-        // Of a link the file that it leads to is replaced.
+        // A link stays: the file that it leads to is replaced.
         let path = match named.canonicalize() {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => named.to_owned(),
             path => path.step_at("find file", named)?,
@@ -58,32 +58,26 @@ impl MainConfig {
         let text = text.map_err(|_| not_text("is not UTF-8".to_owned()))?;
         let table = text.as_deref().unwrap_or_default().parse::<Table>();
         let table = table.map_err(|e| not_text(format!("is not TOML: {}", e.message())))?;
-        Ok(Self { named: named.to_owned(), path, state, text, table })
+        Ok(Self { main: Main { path: named.to_owned(), table }, path, state, text })
     }
 
-    /// Its version. containerd reads a file without one, or of version 1, as it is.
+    /// Its version; `None`: it has none, or 1.
     pub(super) fn version(&self) -> Option<i64> {
-        self.table.get("version").and_then(Value::as_integer).filter(|version| *version > 1)
-    }
-
-    fn home(&self) -> &Path {
-        // containerd resolves imports by the path that it was given.
-        self.named.parent().unwrap_or(Path::new("/"))
+        self.main.version()
     }
 
     /// The directories of which it imports every file with the ending `.toml`.
     fn imported(&self) -> Vec<PathBuf> {
-        let imports = self.table.get("imports").and_then(Value::as_array).into_iter().flatten();
-        let paths = imports.filter_map(Value::as_str).map(|import| self.home().join(import));
-        let directories = paths.filter(|path| path.file_name() == Some("*.toml".as_ref()));
-        let directories = directories.filter_map(|path| path.parent().map(Path::to_owned));
-        // A pattern of directories has no one place for a file.
-        directories.filter(|path| !path.as_os_str().as_encoded_bytes().contains(&b'*')).collect()
+        let imports = self.main.imports();
+        let all = imports.filter(|path| path.file_name() == Some("*.toml".as_ref()));
+        let directories = all.filter_map(|path| path.parent().map(Path::to_owned));
+        // A pattern of directories does not name one directory.
+        directories.filter(|path| !is_pattern(path)).collect()
     }
 
     /// Where the drop-in is, or has its place.
     pub(super) fn drop_in(&self) -> PathBuf {
-        let own = self.home().join(DIRECTORY);
+        let own = self.main.directory().join(DIRECTORY);
         let imported = self.imported();
         let all = imported.iter().chain([&own]).map(|directory| directory.join(DROP_IN));
         let there = all.filter(|path| path.exists()).collect::<Vec<_>>();
@@ -126,7 +120,7 @@ impl MainConfig {
                 )));
             }
             let created = created(version, &pattern);
-            changes.directory(self.home());
+            changes.directory(self.main.directory());
             let created = FileChange::new(self.path.clone(), Some(created.into_bytes()))?;
             changes.add(created.read_as(None));
             return Ok(());

@@ -12,7 +12,8 @@ use super::{EnableError, must_be_root, refuse};
 use crate::check::Subject;
 use crate::check::containerd::{self as merged_config, NodeContainerd};
 
-/// What needs the sandboxer. As text it has a line for each fact, which begins with its kind.
+/// The facts for which the sandboxer is needed. Its text has a line for each, which begins with the
+/// kind.
 #[derive(Debug, Default)]
 pub struct Need {
     /// `default`: new pods need the sandboxer, because its handler is containerd's default.

@@ -140,7 +140,7 @@ impl HandlerPlan {
     /// was before.
     ///
     /// # Errors
-    /// What is different.
+    /// The setting that is different.
     pub(super) fn verify(&self, wanted: &Enablement, after: &Table) -> Result<(), String> {
         let config = &wanted.change.subject.config;
         node::proxy(after, config).map_err(|finding| finding.fact)?;

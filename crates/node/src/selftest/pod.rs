@@ -259,7 +259,7 @@ fn with_network_option(step: StepError, own_network: bool) -> SelftestError {
     if !own_network || !step.to_string().contains("setup network for sandbox") {
         return step.into();
     }
-    SelftestError::Failed(format!(
+    SelftestError::from(format!(
         "{step}; if the network plugin needs the Pod object, which the test does not create, run \
          `pause-sandboxer selftest --host-network`"
     ))
@@ -297,7 +297,7 @@ async fn executes(cri: &CriClient, id: &str) -> Result<(), SelftestError> {
     if answer.exit_code == 0 && answer.stdout == WORD.as_bytes() {
         return Ok(());
     }
-    Err(SelftestError::Failed(format!(
+    Err(SelftestError::from(format!(
         "a command in the container ended with {} and printed {:?}{:?}",
         answer.exit_code,
         String::from_utf8_lossy(&answer.stdout),
@@ -306,7 +306,7 @@ async fn executes(cri: &CriClient, id: &str) -> Result<(), SelftestError> {
 }
 
 async fn restarted(command: &str) -> Result<(), SelftestError> {
-    shell_command::run(command, RESTARTED).await.map_err(SelftestError::Failed)
+    shell_command::run(command, RESTARTED).await.map_err(SelftestError::from)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Facts that containerd's merged config does not show: whether its file imports the drop-in, which
+//! Facts that containerd's merged config does not show: which imported files are missing, which
 //! handlers of the file the merge drops, and whether containerd has read the current files.
 
 use std::io;
@@ -8,10 +8,7 @@ use std::time::SystemTime;
 use toml::{Table, Value};
 
 use super::super::Finding;
-use super::{CONFIG, ENABLE, RUNTIME};
-
-/// Where `enable` puts its drop-in if no other directory is imported.
-const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
+use super::{CONFIG, RUNTIME};
 
 /// The plugin that holds CRI's settings in a config of version 2.
 const RUNTIME_OF_2: &str = "io.containerd.grpc.v1.cri";
@@ -22,37 +19,12 @@ pub(super) fn handlers<'a>(table: &'a Table, plugin: &str) -> Option<&'a Table> 
     plugin.get("containerd")?.get("runtimes")?.as_table()
 }
 
-/// A drop-in that names this sandboxer.
-#[derive(Debug)]
-pub(super) struct DropIn {
-    pub(super) path: PathBuf,
-    table: Table,
-}
-
-/// That drop-in, if it is there.
-pub(super) fn drop_in() -> Option<DropIn> {
-    let table = toml::from_str(&std::fs::read_to_string(DROP_IN).ok()?).unwrap_or_default();
-    Some(DropIn { path: DROP_IN.into(), table })
-}
-
-impl DropIn {
-    /// Whether a merged config has its proxy plugins.
-    pub(super) fn is_in(&self, merged: &Table) -> bool {
-        let names = |table: &Table| -> Vec<String> {
-            let plugins = table.get("proxy_plugins").and_then(Value::as_table);
-            plugins.into_iter().flat_map(|plugins| plugins.keys().cloned()).collect()
-        };
-        let there = names(merged);
-        names(&self.table).iter().any(|name| there.contains(name))
-    }
-}
-
 /// The config file that containerd starts with, without its imports.
 #[derive(Debug)]
-pub(super) struct Main {
-    path: PathBuf,
+pub(crate) struct Main {
+    pub(crate) path: PathBuf,
     /// Empty if it is not TOML, which containerd reports with the place.
-    table: Table,
+    pub(crate) table: Table,
 }
 
 impl Main {
@@ -66,15 +38,19 @@ impl Main {
     }
 
     /// Its version. containerd reads a file without one, or of version 1, as it is.
-    fn version(&self) -> Option<i64> {
+    pub(crate) fn version(&self) -> Option<i64> {
         self.table.get("version").and_then(Value::as_integer).filter(|version| *version > 1)
     }
 
     /// Its imports, as paths whose last part may be a pattern.
-    fn imports(&self) -> impl Iterator<Item = PathBuf> {
+    pub(crate) fn imports(&self) -> impl Iterator<Item = PathBuf> {
         let imports = self.table.get("imports").and_then(Value::as_array).into_iter().flatten();
-        let directory = self.path.parent().unwrap_or(Path::new("/"));
-        imports.filter_map(Value::as_str).map(|import| directory.join(import))
+        imports.filter_map(Value::as_str).map(|import| self.directory().join(import))
+    }
+
+    /// containerd resolves imports by the path that it was given, not by that of a link's target.
+    pub(crate) fn directory(&self) -> &Path {
+        self.path.parent().unwrap_or(Path::new("/"))
     }
 
     /// Where the drop-in of `enable` can be: where it is imported, or beside the file.
@@ -82,16 +58,6 @@ impl Main {
         let imported = self.imports().filter(|path| is_pattern(path));
         let own = self.path.with_file_name("conf.d/*.toml");
         imported.chain([own]).map(|path| path.with_file_name("pause-sandboxer.toml")).collect()
-    }
-
-    /// A drop-in that is there, and that the file does not import.
-    pub(super) fn not_imported(&self, drop_in: &Path) -> Finding {
-        let main = self.path.display();
-        let fact = format!(
-            "{main} does not import {}, so containerd does not know this sandboxer",
-            drop_in.display()
-        );
-        Finding::fail(CONFIG, fact, ENABLE)
     }
 
     /// Imported files that do not exist: `config dump` ignores them, and containerd does not start.
@@ -170,7 +136,7 @@ impl Main {
     }
 }
 
-fn is_pattern(path: &Path) -> bool {
+pub(crate) fn is_pattern(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().contains(&b'*')
 }
 
@@ -215,18 +181,6 @@ mod tests {
             let unread = of(version, RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
             assert!(unread.advice.contains(RUNTIME), "{unread}");
         }
-    }
-
-    #[test]
-    fn a_drop_in_that_is_not_imported_is_reported_with_the_command() {
-        let drop_in = Path::new("/etc/conf.d/x.toml");
-        let finding = main("version = 2").not_imported(drop_in);
-        assert!(finding.fact.starts_with("/c.toml does not import /etc/conf.d/x.toml"));
-        assert_eq!(finding.advice, "pause-sandboxer enable --restart");
-        let table = |text: &str| toml::from_str(text).unwrap();
-        let drop_in = DropIn { path: drop_in.into(), table: table("[proxy_plugins.mine]") };
-        assert!(drop_in.is_in(&table("[proxy_plugins.other]\n[proxy_plugins.mine]")));
-        assert!(!drop_in.is_in(&table("[proxy_plugins.other]")));
     }
 
     #[test]

@@ -102,7 +102,7 @@ impl NodeContainerd {
     /// # Errors
     /// The finding of `check`.
     pub(crate) fn has_imports(&self, written: &Path) -> Result<(), String> {
-        // What cannot be read is reported by who reads it.
+        // The caller that needs the file reports that it cannot be read.
         let Ok(main) = Main::read(&self.file) else { return Ok(()) };
         let missing = main.missing_imports(Some(written));
         match missing.first() {

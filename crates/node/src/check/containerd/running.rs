@@ -154,7 +154,7 @@ fn moment(ticks: u64) -> io::Result<SystemTime> {
         .ok_or(io::ErrorKind::InvalidData)?;
     let per_second =
         sysconf(SysconfVar::CLK_TCK)?.and_then(|number| u64::try_from(number).ok()).unwrap_or(100);
-    // Both are cut down to whole seconds.
+    // The kernel rounds both down to whole seconds.
     Ok(UNIX_EPOCH + Duration::from_secs(boot + ticks / per_second.max(1) + 2))
 }
 

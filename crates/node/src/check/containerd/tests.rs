@@ -115,6 +115,12 @@ fn each_fault_is_one_finding_with_advice() {
             "io.containerd.runc.v2",
         ),
         (
+            "io.containerd.runc.v2",
+            "io.containerd.kata.v2",
+            "no pod of runtime handler \"fast\" can start: the containers of",
+            "remove sandboxer = \"mine\" from that handler",
+        ),
+        (
             "version = 3",
             "version = 3\nroot = \"/x\"",
             "containerd's root is /x",

@@ -3,7 +3,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use super::*;
 
 fn error_of(changes: &Changes) -> String {
-    EnableError::from(changes.apply().unwrap_err()).to_string()
+    changes.apply().unwrap_err().to_string()
 }
 
 fn names(directory: &Path) -> Vec<String> {
