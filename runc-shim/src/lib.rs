@@ -14,6 +14,7 @@ mod exits;
 pub mod fuzzing;
 mod io;
 mod log;
+mod process;
 mod process_key;
 mod reactor;
 mod root;
@@ -33,7 +34,7 @@ use rustix::process::DumpableBehavior;
 
 use crate::arguments::Arguments;
 use crate::error::{Context as _, Error};
-use crate::runtime::helper;
+use crate::root::helper;
 use crate::signals::Signals;
 
 /// The name of the process; the program may be run by a descriptor.

@@ -8,7 +8,7 @@ use super::Container;
 use super::step::{Caller, Step};
 use crate::error::Error;
 use crate::exits::{Exit, UNKNOWN};
-use crate::runtime::helper::Action;
+use crate::root::helper::Action;
 use crate::runtime::{self, Place};
 use crate::services::Services;
 use crate::ttrpc::response::{self, Answer};

@@ -14,7 +14,7 @@ use crate::io::console::ConsoleSocket;
 use crate::io::{self, Prepared};
 use crate::process_key::ProcessKey;
 use crate::root::fuse_program::FuseProgram;
-use crate::runtime::helper::{self, Action};
+use crate::root::helper::{self, Action};
 use crate::runtime::{self, Place};
 use crate::services::Services;
 use crate::ttrpc::response::Answer;

@@ -30,12 +30,12 @@ use crate::cgroup::oom_watch::OomWatch;
 use crate::error::{Code, Context as _, Error};
 use crate::exec::Exec;
 use crate::io::Owner;
-use crate::io::process_streams::ProcessStreams;
 use crate::log;
+use crate::process::ProcessStreams;
 use crate::process_key::ProcessKey;
 use crate::runtime::Runtime;
 use crate::services::Services;
-use crate::ttrpc::request::{Request, task_of};
+use crate::ttrpc::request::{Request, take_late, task_of};
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
@@ -282,12 +282,6 @@ impl Container {
             let _ = self.discard(services, &self.caller(None), None);
         }
     }
-}
-
-/// Moves the calls of a queue whose deadline has passed to `late`.
-pub fn take_late(queue: &mut VecDeque<(Reply, Request)>, now: Instant, late: &mut Vec<Reply>) {
-    late.extend(queue.iter().map(|(reply, _)| *reply).filter(|reply| reply.is_late(now)));
-    queue.retain(|(reply, _)| !reply.is_late(now));
 }
 
 /// The process that a request is for.

@@ -12,9 +12,9 @@ use crate::error::Error;
 use crate::io::logger::{self, Logger};
 use crate::log;
 use crate::process_key::ProcessKey;
+use crate::root::descendants;
 use crate::root::mark;
 use crate::runtime::command::Command;
-use crate::runtime::descendants;
 use crate::sys;
 use crate::ttrpc::server::Reply;
 

@@ -8,11 +8,10 @@ use std::time::Instant;
 use serde_json::value::RawValue;
 
 use self::state::{Event, State};
-use crate::container;
 use crate::error::{Code, Error};
 use crate::io::Stdio;
-use crate::io::process_streams::ProcessStreams;
-use crate::ttrpc::request::Request;
+use crate::process::ProcessStreams;
+use crate::ttrpc::request::{Request, take_late};
 use crate::ttrpc::server::Reply;
 
 /// An exec.
@@ -86,7 +85,7 @@ impl Exec {
     /// Moves the calls whose deadline has passed to `late`.
     pub fn take_late(&mut self, now: Instant, late: &mut Vec<Reply>) {
         late.extend(self.process.waiters().take_late(now));
-        container::take_late(&mut self.queue, now, late);
+        take_late(&mut self.queue, now, late);
     }
 }
 

@@ -10,9 +10,7 @@ pub mod console;
 pub mod copier;
 pub mod copiers;
 pub mod logger;
-pub mod process_streams;
 pub mod stream;
-pub mod waiters;
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsFd, OwnedFd};

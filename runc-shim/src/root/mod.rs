@@ -1,6 +1,8 @@
-//! The root file systems of containers. A helper process makes and undoes the mounts.
+//! The root file systems of containers, and the helper processes that make and undo their mounts.
 
+pub mod descendants;
 pub mod fuse_program;
+pub mod helper;
 pub mod idmap;
 pub mod loop_device;
 pub mod mark;

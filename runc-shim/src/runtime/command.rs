@@ -80,9 +80,9 @@ impl Command {
     }
 
     /// The error of a command that has failed, with `what` in front unless that is empty: the last
-    /// error of its log, or its output, or its exit status. Writes the log to `log.json` in the bundle, if that is known, in place of the
-    /// log of an earlier command: the log of a probe that fails at every attempt would fill the
-    /// bundle's file system.
+    /// error of its log, or its output, or its exit status. Writes the log to `log.json` in the
+    /// bundle, if that is known, in place of the log of an earlier command: the log of a probe that
+    /// fails at every attempt would fill the bundle's file system.
     pub fn failure(&mut self, what: &str, status: u32, bundle: Option<&Path>) -> Error {
         let output = self.output();
         let Some(log) = &mut self.log else {

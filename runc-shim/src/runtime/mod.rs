@@ -1,8 +1,6 @@
 //! The OCI runtime's command line. A command runs as a child while the main loop continues.
 
 pub mod command;
-pub mod descendants;
-pub mod helper;
 pub mod options;
 pub mod output_pipe;
 

@@ -61,8 +61,8 @@ impl OutputPipe {
         Ok((Self { has_ended: false, reader, kept: Vec::new() }, writer))
     }
 
-    /// Whether no process has the write end open. A pipe that has ended is ready forever, and is not
-    /// to be watched any more.
+    /// Whether no process has the write end open. A pipe that has ended is ready forever, and is
+    /// not to be watched any more.
     pub fn has_ended(&self) -> bool {
         self.has_ended
     }

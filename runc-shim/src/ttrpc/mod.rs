@@ -2,6 +2,7 @@
 
 pub mod events;
 pub mod frame;
+pub mod pause_process;
 pub mod request;
 pub mod response;
 pub mod server;

@@ -1,10 +1,14 @@
 //! Requests of the Task service and of the daemon's own service.
 
+use std::collections::VecDeque;
+use std::time::Instant;
+
 use containerd_shim_protos::api;
 use protobuf::Message;
 
 use crate::error::{Code, Error};
-use crate::sandbox::{self, PauseProcess};
+use crate::ttrpc::pause_process::{self, PauseProcess};
+use crate::ttrpc::server::Reply;
 
 const SERVICE: &str = "containerd.task.v3.Task";
 
@@ -56,7 +60,9 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
     }
     let p = payload;
     Ok(match method {
-        _ if service == sandbox::SERVICE => Request::SetPause(PauseProcess::decode(method, p)?),
+        _ if service == pause_process::SERVICE => {
+            Request::SetPause(PauseProcess::decode(method, p)?)
+        }
         _ if service != SERVICE => {
             return Err(Error::new(Code::UNIMPLEMENTED, format!("service {service}")));
         }
@@ -89,6 +95,12 @@ impl Request {
     pub fn is_create(&self) -> bool {
         matches!(self, Self::Create(_))
     }
+}
+
+/// Moves the calls of a queue whose deadline has passed to `late`.
+pub fn take_late(queue: &mut VecDeque<(Reply, Request)>, now: Instant, late: &mut Vec<Reply>) {
+    late.extend(queue.iter().map(|(reply, _)| *reply).filter(|reply| reply.is_late(now)));
+    queue.retain(|(reply, _)| !reply.is_late(now));
 }
 
 /// The task and the exec that a request is for; the exec is empty for the task's first process, and

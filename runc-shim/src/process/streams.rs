@@ -3,11 +3,11 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use super::Stdio;
-use super::copiers::Copiers;
-use super::stream::Stream;
 use super::waiters::Waiters;
 use crate::error::Error;
+use crate::io::Stdio;
+use crate::io::copiers::Copiers;
+use crate::io::stream::Stream;
 use crate::services::Services;
 use crate::ttrpc::server::Reply;
 
