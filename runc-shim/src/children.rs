@@ -10,7 +10,7 @@ use crate::io::logger;
 use crate::process_key::ProcessKey;
 use crate::sys;
 
-/// What a child is.
+/// The kind of a child.
 #[derive(Debug)]
 pub enum Child {
     /// A command of the runtime or a helper, for this container or exec.

@@ -153,7 +153,7 @@ fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
 }
 
 /// Waits for the exit of the processes with this mark: they serve what is unmounted now. Kills
-/// those that do not exit: they may still be going to mount. True: it has killed some.
+/// those that do not exit: they may still be about to mount. True: it has killed some.
 fn end_marked(mark: &str, begun: Instant) -> bool {
     let exit = Instant::now() + EXIT_TIMEOUT;
     let until = (exit + EXIT_TIMEOUT).min(begun + WHOLE_TIMEOUT);

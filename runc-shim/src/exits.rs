@@ -156,7 +156,7 @@ pub fn pids() -> impl Iterator<Item = i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// What `/proc/PID/stat` has of a process; `None`: no such process.
+/// The content of `/proc/PID/stat`; `None`: there is no such process.
 pub fn stat(pid: i32) -> Option<Stat> {
     Stat::of_process(u32::try_from(pid).ok()?).ok()
 }

@@ -1,4 +1,4 @@
-//! What the shim reads from the `config.json` of a bundle.
+//! The fields of a bundle's `config.json` that the shim uses.
 
 use std::path::Path;
 

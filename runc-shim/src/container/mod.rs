@@ -67,7 +67,7 @@ pub struct Container {
     consoles: u32,
     /// This shim mounts the root file system, and has not unmounted it.
     has_rootfs: bool,
-    /// What `config.json` asks for.
+    /// The used fields of `config.json`.
     config: Config,
     /// The runtime must not use pivot_root(2).
     no_pivot_root: bool,

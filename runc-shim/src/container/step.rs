@@ -98,7 +98,7 @@ impl Step {
     }
 }
 
-/// What a step waits for.
+/// The event that a step waits for.
 #[derive(Debug)]
 pub enum Wait {
     /// A command of the runtime or a helper.
@@ -119,9 +119,9 @@ pub struct Caller {
 /// A step that waits.
 #[derive(Debug)]
 pub struct Pending {
-    /// What it waits for.
+    /// The event that it waits for.
     pub wait: Wait,
-    /// What ends with that.
+    /// The step that ends with that event.
     pub step: Step,
     /// The process, and the caller that is answered at the end.
     pub caller: Caller,

@@ -107,7 +107,12 @@ impl Container {
 
     fn take_pending(&mut self, pid: i32) -> Option<Pending> {
         let at = self.pending.iter().position(|pending| pending.has_pid(pid))?;
-        Some(self.pending.remove(at))
+        let pending = self.pending.remove(at);
+        if self.pending.is_empty() {
+            // A container without steps takes no memory for them.
+            self.pending = Vec::new();
+        }
+        Some(pending)
     }
 
     /// Reads what a command has written.
@@ -157,7 +162,7 @@ impl Container {
                 self.may_have_left_cgroup |= was_interrupted;
             }
             Step::Launch(Launch::Mounting { by_program: true }) if done.is_err() => {
-                // What the program has left may still be going to mount.
+                // Processes that the program has left may still be about to mount.
                 descendants::kill(pid, Some(&mark::entry(services.namespace(), &self.key.id)));
             }
             _ => {}

@@ -11,7 +11,7 @@ pub enum State {
     Starting,
     /// The start has failed.
     Failed {
-        /// What calls of Wait report: there is no exit status.
+        /// The exit that calls of Wait report, because there is no exit status.
         exit: Exit,
     },
     /// The process runs.

@@ -185,7 +185,7 @@ impl Copier {
     /// terminal, too (`tiocgwinsz`).
     ///
     /// # Errors
-    /// Those of [`Copier::check_queue`].
+    /// The errors of [`Copier::check_queue`].
     pub fn resize(&self, terminal: OwnedFd, size: Winsize) -> Result<(), Error> {
         self.check_queue()?;
         self.send(CopierCommand::Resize(terminal, size));

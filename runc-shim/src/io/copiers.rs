@@ -23,7 +23,7 @@ const MAX_BLOCKED: usize = 64;
 pub struct Copiers {
     /// By the ids of the containers.
     copiers: BTreeMap<String, Copier>,
-    /// Those of deleted containers that have not ended.
+    /// The threads of deleted containers that have not ended.
     left: Vec<Copier>,
     notify_eventfd: Arc<OwnedFd>,
 }

@@ -37,7 +37,7 @@ impl Command {
         self.log.iter_mut().chain(&mut self.output)
     }
 
-    /// Those that have not ended.
+    /// The pipes that have not ended.
     pub fn open_pipes(&self) -> impl Iterator<Item = &OutputPipe> {
         self.log.iter().chain(&self.output).filter(|pipe| !pipe.has_ended())
     }

@@ -1,5 +1,5 @@
-//! What a command writes to its log or to its standard output and error, for an error message. It
-//! is a pipe that is read while the command runs: a file would grow without a bound, and programs
+//! The log of a command, or its standard output and error, for an error message. Each is a pipe
+//! that is read while the command runs: a file would grow without a bound, and programs
 //! open a log or `/dev/stderr` anew, to append to it or to truncate it.
 
 use std::fs::File;

@@ -101,7 +101,7 @@ struct Queued {
     about: About,
 }
 
-/// What an event is about, if it may be left out.
+/// The subject of an event that may be left out.
 #[derive(Debug, PartialEq, Eq)]
 enum About {
     /// An event that must be delivered.
