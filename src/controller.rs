@@ -49,17 +49,10 @@ impl Controller {
             recovered.len() - quarantined,
             quarantined,
         );
-        for mut one in recovered {
-            let retried = match &mut one {
-                Recovered::Quarantined { id, failure } if failure.is_temporary => {
-                    Some((id.clone(), failure.overdue.take(), failure.has_no_record))
-                }
-                _ => None,
-            };
-            sandboxes.enter(one);
-            if let Some((id, overdue, has_no_record)) = retried {
+        for one in recovered {
+            if let Some((id, attempt)) = sandboxes.enter(one) {
                 let (register, environment) = (sandboxes.clone(), environment.clone());
-                drop(tokio::spawn(register.retry(environment, id, overdue, has_no_record)));
+                drop(tokio::spawn(register.retry(environment, id, attempt)));
             }
         }
         let unknown_deadline = Instant::now() + UNKNOWN_TIMEOUT;

@@ -71,6 +71,11 @@ impl Backoff {
         }
     }
 
+    /// The same delay each time.
+    pub const fn constant(delay: Duration) -> Self {
+        Self { first: delay, longest: delay }
+    }
+
     /// How long to wait after `failures` failures in a row; the first failure is 1.
     pub fn delay(&self, failures: u32) -> Duration {
         let factor = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);

@@ -1,15 +1,16 @@
 //! The sandboxes of a daemon by their ids.
 
 use std::collections::BTreeMap;
+use std::future::pending;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use tokio::task::JoinHandle;
 
 use crate::exit;
 use crate::id::SandboxId;
-use crate::podsandbox::recover::{self, Recovered};
+use crate::podsandbox::recover::{self, AdoptionFailure, Attempt, Recovered};
 use crate::podsandbox::{Environment, Phase, Sandbox};
 
 /// The state of an id.
@@ -44,20 +45,24 @@ impl SandboxRegistry {
         self.slots.lock().remove(id);
     }
 
-    /// Enters what recovery found.
-    pub fn enter(&self, recovered: Recovered) {
+    /// Enters what recovery found; returns how a record that could not be read is to be retried.
+    pub fn enter(&self, recovered: Recovered) -> Option<(SandboxId, Attempt)> {
         let mut slots = self.slots.lock();
         match recovered {
-            // Its time was over; the call that frees its id waits for the lock or came too early.
+            // Already removed; the call that frees the id is waiting for the lock or ran first.
             Recovered::Sandbox(sandbox) if sandbox.phase() == Phase::Gone => {
                 slots.remove(sandbox.id());
+                None
             }
             Recovered::Sandbox(sandbox) => {
                 slots.insert(sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox)));
+                None
             }
-            Recovered::Quarantined { id, failure } => {
-                let (reason, is_retried) = (failure.reason, failure.is_temporary);
-                slots.insert(id, Slot::Quarantined(Arc::new(Quarantine { reason, is_retried })));
+            Recovered::Quarantined { id, failure: AdoptionFailure { reason, retry } } => {
+                let is_retried = retry.is_some();
+                let quarantine = Quarantine { reason, is_retried };
+                slots.insert(id.clone(), Slot::Quarantined(Arc::new(quarantine)));
+                retry.map(|attempt| (id, attempt))
             }
         }
     }
@@ -67,45 +72,59 @@ impl SandboxRegistry {
         matches!(self.slots.lock().get(id), Some(Slot::Quarantined(why)) if why.is_retried)
     }
 
-    /// Adopts a record that could not be read, as soon as it can be. `overdue` and `has_no_record`
-    /// are of the first try.
+    /// Adopts a record that could not be read, as soon as it can be.
     pub async fn retry(
         self: Arc<Self>,
         environment: Arc<Environment>,
         id: SandboxId,
-        mut overdue: Option<JoinHandle<()>>,
-        has_no_record: bool,
+        Attempt { has_no_record, running }: Attempt,
     ) {
-        for failures in 1.. {
-            if let Some(overdue) = overdue.take() {
-                let _ = overdue.await;
-            }
-            tokio::time::sleep(exit::CLEANUP.delay(failures)).await;
-            let register = self.clone();
-            let on_gone = move |id: &str| register.free(id);
-            let again = !has_no_record;
-            match recover::recover_one(environment.clone(), id.clone(), again, on_gone).await {
+        let running = Mutex::new(running);
+        exit::retry(exit::CLEANUP, pending, async |failures| {
+            let running = running.lock().take();
+            let recovered = match running {
+                Some(first) => match first.await {
+                    Ok(recovered) => recovered,
+                    Err(_) => return ControlFlow::Continue(()),
+                },
+                None if failures == 0 => return ControlFlow::Continue(()),
                 None => {
-                    environment.telemetry.quarantine_ended(false);
-                    self.free(&id);
+                    let register = self.clone();
+                    let on_gone = move |id: &str| register.free(id);
+                    let (environment, again) = (environment.clone(), !has_no_record);
+                    recover::recover_one(environment, id.clone(), again, on_gone).await
                 }
-                Some(mut recovered) => {
-                    if let Recovered::Quarantined { failure, .. } = &mut recovered {
-                        let is_temporary = failure.is_temporary;
-                        overdue = failure.overdue.take();
-                        self.enter(recovered);
-                        if is_temporary {
-                            continue;
-                        }
-                    } else {
-                        log::info!(sandbox = id.as_str(); "adopted a record that was quarantined");
-                        environment.telemetry.quarantine_ended(true);
-                        self.enter(recovered);
-                    }
+            };
+            self.enter_again(&environment, &id, recovered)
+        })
+        .await;
+        self.changed.notify_waiters();
+    }
+
+    /// Enters the result of a retry; continues while the record cannot be read.
+    fn enter_again(
+        &self,
+        environment: &Environment,
+        id: &SandboxId,
+        recovered: Option<Recovered>,
+    ) -> ControlFlow<()> {
+        match recovered {
+            None => {
+                environment.telemetry.quarantine_ended(false);
+                self.free(id);
+            }
+            Some(recovered) => {
+                let is_adopted = matches!(recovered, Recovered::Sandbox(_));
+                if self.enter(recovered).is_some() {
+                    return ControlFlow::Continue(());
+                }
+                if is_adopted {
+                    log::info!(sandbox = id.as_str(); "adopted a record that was quarantined");
+                    environment.telemetry.quarantine_ended(true);
                 }
             }
-            return self.changed.notify_waiters();
         }
+        ControlFlow::Break(())
     }
 }
 

@@ -410,7 +410,6 @@ impl Actor {
             self.start_began = Some(Instant::now());
         }
         self.job = Some(tokio::spawn(async move {
-            jobs.await_recovery().await;
             let outcome = match job {
                 Job::Start => {
                     let failed = |panic: StepError| {

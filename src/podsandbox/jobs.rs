@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
-use tokio::task::JoinHandle;
 
 use super::container_record::ContainerRecord;
 use super::environment::Environment;
@@ -80,9 +79,6 @@ pub struct Jobs {
     description: Mutex<Option<Description>>,
     /// Reserves the level of this pod.
     _level: Option<Box<HeldLevel>>,
-    /// Recovery steps of this sandbox that exceeded their deadline. No job begins before they have
-    /// finished.
-    overdue_recovery: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// A pause process, and whether it is on record.
@@ -145,7 +141,6 @@ impl Jobs {
             start_input: Mutex::default(),
             description: Mutex::default(),
             _level: level.map(Box::new),
-            overdue_recovery: Mutex::default(),
             environment: environment.clone(),
         }
     }
@@ -269,23 +264,6 @@ impl Jobs {
         let Environment { layout, config, .. } = &*self.environment;
         let made = oci_spec::describe(&input.record, &input.pod, layout, config);
         made.map_err(io::Error::other).step("make the spec")
-    }
-
-    /// Makes the next job wait for overdue recovery steps.
-    pub fn set_overdue_recovery(&self, overdue: Option<JoinHandle<()>>) {
-        *self.overdue_recovery.lock() = overdue;
-    }
-
-    /// Waits for recovery steps of this sandbox that still run.
-    pub async fn await_recovery(&self) {
-        let overdue = self.overdue_recovery.lock().take();
-        if let Some(overdue) = overdue {
-            let _ = overdue.await;
-            log::info!(
-                sandbox = self.id().as_str();
-                "recovery of the sandbox finished after its deadline"
-            );
-        }
     }
 
     /// Spec and labels, once, after a start.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use protobuf::well_known_types::any::Any;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
 use super::actor::{Actor, ActorHandle, Entry, Message, Published, abandoned_at};
 use super::environment::Environment;
@@ -123,6 +124,7 @@ impl Sandbox {
         let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
         let sandbox = Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone);
         sandbox.jobs.record_container();
+        sandbox.jobs.shim.serve(sandbox.pod_of_endpoint());
         Ok(sandbox)
     }
 
@@ -147,6 +149,7 @@ impl Sandbox {
         Ok(Arc::new(jobs))
     }
 
+    /// A sandbox whose actor runs. Its endpoint is not served yet.
     pub(super) fn enter(
         environment: Arc<Environment>,
         jobs: Arc<Jobs>,
@@ -155,7 +158,6 @@ impl Sandbox {
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Self {
         let actor = Actor::spawn(jobs.clone(), entry, abandoned, on_gone);
-        jobs.shim.serve(Arc::new(PodOfEndpoint { jobs: jobs.clone(), actor: actor.clone() }));
         Self {
             environment,
             restorer: Arc::new(FileRestorer::new(jobs.clone(), actor.clone())),
@@ -165,6 +167,36 @@ impl Sandbox {
             queried: AtomicBool::new(false),
             started: OnceLock::new(),
         }
+    }
+
+    /// Serves the endpoint of a sandbox of an earlier daemon, as soon as its shim is found.
+    /// `shim_died`: it is on record that the shim did with containers in it, and that daemon may
+    /// have been killed before the sandbox failed.
+    pub(super) fn serve_recovered(&self, recovery: Option<JoinHandle<()>>, shim_died: bool) {
+        let pod = self.pod_of_endpoint();
+        if shim_died {
+            pod.fail();
+        }
+        let Some(recovery) = recovery else { return self.jobs.shim.serve(pod) };
+        let jobs = self.jobs.clone();
+        drop(tokio::spawn(async move {
+            let _ = recovery.await;
+            let ends = !pod.lives();
+            jobs.shim.serve(pod);
+            // The cleanup after the exit of the pause process has found no shim.
+            if ends {
+                jobs.dismiss_shim();
+            }
+        }));
+    }
+
+    fn pod_of_endpoint(&self) -> Arc<dyn shim::Pod> {
+        Arc::new(PodOfEndpoint { jobs: self.jobs.clone(), actor: self.actor.clone() })
+    }
+
+    /// Waits until the sandbox is removed.
+    pub(super) async fn gone(&self) {
+        self.actor.gone().await;
     }
 
     /// Waits until a new sandbox is recorded in containerd, or an attempt has failed: cAdvisor

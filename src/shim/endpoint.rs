@@ -18,6 +18,7 @@ mod launch;
 use std::fmt;
 use std::fs;
 use std::io;
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
@@ -27,6 +28,7 @@ use std::task::{Wake, Waker};
 
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
+use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use super::bundle::NEW;
@@ -36,12 +38,15 @@ use super::pod_shim::{
 use super::task::{self, PauseRefused};
 use super::{Pod, Runtime, Shims};
 use crate::error::{IoContext as _, StepError, gone};
-use crate::exit::SHIM;
+use crate::exit::{self, Backoff, SHIM};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::handle::{self, Watched};
 use crate::process::memory::private_memory;
 use crate::process::{Exit, Identity, Process};
+
+/// For the shim of an earlier daemon, which may run unseen.
+const RECOVERY: Backoff = Backoff::constant(RETRY_DELAY);
 
 /// The Task endpoint of a pod's containers.
 #[derive(Debug)]
@@ -62,8 +67,6 @@ pub struct Endpoint {
 struct State {
     /// There is to be a socket.
     open: bool,
-    /// It is not known yet what an earlier daemon has left: a shim may run.
-    unrecovered: bool,
     /// The socket; `None` also while a shim of an earlier daemon serves that it cannot be taken
     /// from.
     listener: Option<Arc<OwnedFd>>,
@@ -72,9 +75,6 @@ struct State {
     missed: Option<Exit>,
     /// A shim is to be launched: a caller waits, or is about to come.
     wanted: bool,
-    /// A shim exited with containers in it, and the daemon may have been killed before the sandbox
-    /// failed. `None`: not read yet.
-    failed: Option<bool>,
     ended: bool,
     /// No task serves, as there is nothing to do.
     idle: Option<Idle>,
@@ -98,8 +98,6 @@ impl fmt::Debug for Idle {
 enum Step {
     /// It has ended, or is idle.
     Nothing,
-    Recover,
-    FailSandbox,
     HandleExit(Exit),
     Watch(Arc<dyn Process>),
     Launch,
@@ -219,20 +217,26 @@ impl Endpoint {
         Ok(())
     }
 
-    /// To be called before [`Endpoint::recover`]: should that not finish in time, what
-    /// [`Endpoint::serve`] has begun does the same.
-    pub fn expect_recovery(&self) {
-        self.state().unrecovered = true;
-    }
-
-    /// Adopts the shim of an earlier daemon; without one, listens again. The serving task retries
-    /// what fails.
-    pub async fn recover(self: &Arc<Self>) {
-        if let Err(step) = self.try_recover().await {
-            // It does not listen: should a shim run, containerd still reaches it, and its
-            // containers.
-            log::error!(sandbox = self.shim.id(); "failed to recover shim; retrying: {step}");
-        }
+    /// Takes over what an earlier daemon left: its shim, or else its socket. Retries what fails
+    /// until the end of the endpoint, which it must not be served before: a shim may run that is
+    /// not found yet, and containerd still reaches it, and its containers.
+    pub fn recover(self: &Arc<Self>) -> JoinHandle<()> {
+        let endpoint = self.clone();
+        tokio::spawn(async move {
+            // A change, such as the end of the endpoint, interrupts the delay.
+            let changed = || endpoint.changed.notified();
+            exit::retry(RECOVERY, changed, async |failures| match endpoint.try_recover().await {
+                Ok(()) => ControlFlow::Break(()),
+                Err(step) => {
+                    if failures == 0 {
+                        log::error!(sandbox = endpoint.shim.id();
+                            "failed to recover shim; retrying: {step}");
+                    }
+                    ControlFlow::Continue(())
+                }
+            })
+            .await;
+        })
     }
 
     async fn try_recover(self: &Arc<Self>) -> Result<(), StepError> {
@@ -242,16 +246,8 @@ impl Endpoint {
 
     /// To be called with the launch lock held.
     fn recover_on_thread(self: &Arc<Self>) -> Result<(), StepError> {
-        let unread = {
-            let state = self.state();
-            if state.ended || !state.unrecovered {
-                return Ok(());
-            }
-            state.failed.is_none()
-        };
-        if unread {
-            let failed = self.death().is_some();
-            self.state().failed = Some(failed);
+        if self.state().ended {
+            return Ok(());
         }
         let found = self.shim.find_recorded()?;
         if let RecordedShim::Alive { process, socket, interrupted } = found {
@@ -260,19 +256,16 @@ impl Endpoint {
                 listener.as_ref().and_then(|listener| handle::socket_cookie(listener.as_fd()));
             let running = self.shim.adopt(process, interrupted, taken);
             let mut state = self.state();
-            (state.open, state.unrecovered, state.listener) = (true, false, listener);
+            (state.open, state.listener) = (true, listener);
             state.running = Some(running);
             self.notify(state);
             return Ok(());
         }
         // Last, as all of it is repeated if it fails.
         self.bind()?;
-        let mut state = self.state();
-        state.unrecovered = false;
         if let RecordedShim::Dead(exit) = found {
-            state.missed = Some(exit);
+            self.state().missed = Some(exit);
         }
-        self.notify(state);
         Ok(())
     }
 
@@ -328,7 +321,6 @@ impl Endpoint {
     /// Does what there is to do. It is the only one to do so: it was started when the endpoint was
     /// no longer idle, and ends when it is idle again.
     async fn run(self: Arc<Self>, mut next: Step, pod: Arc<dyn Pod>) {
-        let id = self.shim.id();
         // In a row, of the attempts to have a socket and to watch it.
         let mut failures = 0;
         loop {
@@ -336,14 +328,6 @@ impl Endpoint {
             failures = if retries { failures + 1 } else { 0 };
             match next {
                 Step::Nothing => return,
-                Step::Recover => {
-                    // A change, such as the end of the endpoint, interrupts the delay.
-                    let _ = timeout(RETRY_DELAY, self.changed.notified()).await;
-                    if let Err(step) = Box::pin(self.try_recover()).await {
-                        log::debug!(sandbox = id; "failed to recover shim; retrying: {step}");
-                    }
-                }
-                Step::FailSandbox => pod.fail(),
                 Step::HandleExit(exit) => self.end_running(exit, &pod).await,
                 // There are as many of these futures as there are shims: what is not awaited now is
                 // boxed.
@@ -384,14 +368,6 @@ impl Endpoint {
         let mut state = self.state();
         if state.ended {
             return Step::Nothing;
-        }
-        // Known, whatever becomes of the shim.
-        if state.failed == Some(true) {
-            state.failed = Some(false);
-            return Step::FailSandbox;
-        }
-        if state.unrecovered {
-            return Step::Recover;
         }
         if let Some(exit) = state.missed.take() {
             return Step::HandleExit(exit);

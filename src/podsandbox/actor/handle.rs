@@ -39,6 +39,13 @@ impl ActorHandle {
         *self.published.borrow()
     }
 
+    /// Waits until the sandbox is removed.
+    pub async fn gone(&self) {
+        let mut published = self.published.clone();
+        // It ends with its sandbox, or fails the same way.
+        let _ = published.wait_for(|published| published.phase == Phase::Gone).await;
+    }
+
     /// Waits until it is known whether the pause process lives, at most until `deadline`.
     pub async fn known(&self, deadline: Instant) {
         let mut published = self.published.clone();

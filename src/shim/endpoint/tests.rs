@@ -85,8 +85,7 @@ async fn an_ended_endpoint_does_not_listen_again() {
     assert!(endpoint.socket().exists());
     endpoint.close().await.unwrap();
     endpoint.listen().await.unwrap();
-    endpoint.expect_recovery();
-    endpoint.recover().await;
+    endpoint.try_recover().await.unwrap();
     assert!(!endpoint.socket().exists());
 }
 
@@ -252,13 +251,13 @@ async fn an_unreadable_record_is_read_again() {
     let (record, aside) = (dir.path().join("pod/shim/shim.json"), dir.path().join("aside"));
     fs::rename(&record, &aside).unwrap();
     fs::create_dir(&record).unwrap();
-    endpoint.expect_recovery();
-    endpoint.recover().await;
-    assert!(matches!(next(&endpoint), Step::Recover));
+    let recovered = endpoint.recover();
+    sleep(RETRY_DELAY * 3 / 2).await;
+    assert!(!recovered.is_finished());
     assert!(!endpoint.socket().exists(), "it listens, though a shim may serve");
     fs::remove_dir(&record).unwrap();
     fs::rename(&aside, &record).unwrap();
-    endpoint.try_recover().await.unwrap();
+    timeout(Duration::from_secs(20), recovered).await.unwrap().unwrap();
     assert!(matches!(next(&endpoint), Step::Watch(shim) if shim.identity().pid == child.id()));
     endpoint.close().await.unwrap();
     // Its end was seen, which takes a child away.
@@ -390,22 +389,16 @@ async fn a_socket_that_cannot_be_watched_is_retried_with_growing_delays_or_after
     endpoint.close().await.unwrap();
 }
 
-/// As after a step of the recovery that took all of the record's time.
 #[tokio::test]
-async fn a_recovery_that_did_not_begin_is_done_by_the_serving_task() {
+async fn the_end_of_an_endpoint_ends_its_recovery() {
     let dir = tempfile::tempdir().unwrap();
-    let (shims, endpoint) = make_endpoint(dir.path());
-    let mut child = recorded(&shims, &endpoint);
-    endpoint.expect_recovery();
-    endpoint.serve(Arc::new(NoPod));
-    let found = async {
-        while endpoint.process().is_none() {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(Duration::from_secs(20), found).await.unwrap();
-    endpoint.close().await.unwrap();
-    assert!(child.try_wait().is_err(), "the shim lives");
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    fs::create_dir_all(dir.path().join("pod/shim/shim.json")).unwrap();
+    let recovered = endpoint.recover();
+    sleep(Duration::from_millis(100)).await;
+    assert!(!recovered.is_finished());
+    assert!(endpoint.close().await.is_err(), "what it cannot see may run");
+    timeout(RETRY_DELAY / 2, recovered).await.unwrap().unwrap();
 }
 
 /// The flag belongs to the socket, which the shim shares.
@@ -435,19 +428,6 @@ async fn a_call_wakes_an_idle_endpoint() {
         tokio::task::yield_now().await;
     }
     endpoint.close().await.unwrap();
-}
-
-#[tokio::test]
-async fn a_recorded_death_fails_the_sandbox_whatever_else_is_unknown() {
-    let dir = tempfile::tempdir().unwrap();
-    let (_shims, endpoint) = make_endpoint(dir.path());
-    endpoint.shim.bundle().make_bundle("pod").unwrap();
-    endpoint.shim.bundle().record_death("on order").unwrap();
-    fs::create_dir(dir.path().join("pod/shim/shim.json")).unwrap();
-    endpoint.expect_recovery();
-    endpoint.recover().await;
-    assert!(matches!(next(&endpoint), Step::FailSandbox));
-    assert!(matches!(next(&endpoint), Step::Recover));
 }
 
 /// A shim that hangs up on a caller of Shutdown, and ends a moment later.
@@ -482,8 +462,7 @@ async fn an_empty_shim_is_asked_to_exit_by_one_caller_at_a_time() {
     let mut command = Command::new("sh");
     let mut child = command.args(["-c", "read line"]).stdin(Stdio::piped()).spawn().unwrap();
     record(&shims, &endpoint, &child);
-    endpoint.expect_recovery();
-    endpoint.recover().await;
+    endpoint.try_recover().await.unwrap();
     assert!(endpoint.process().is_some());
     endpoint.listen().await.unwrap();
     let listener = endpoint.state().listener.clone().unwrap().try_clone().unwrap();
@@ -568,8 +547,7 @@ async fn a_shim_is_on_record_until_its_exit_is_handled() {
     let dir = tempfile::tempdir().unwrap();
     let (shims, endpoint) = make_endpoint(dir.path());
     let mut child = recorded(&shims, &endpoint);
-    endpoint.expect_recovery();
-    endpoint.recover().await;
+    endpoint.try_recover().await.unwrap();
     let record = endpoint.shim.bundle().dir().join("shim.json");
     assert!(record.exists());
     let pod = Arc::new(PodThatLooksAtRecord { record: record.clone(), seen: Default::default() });
