@@ -12,8 +12,8 @@ use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
-    self, CreateRequest, Environment, Error, Exit, Metric, Phase, Platform, Sandbox, SandboxInfo,
-    SandboxSummary, StartResponse, StatusReport, UNKNOWN_TIMEOUT,
+    self, CreateRequest, END_TIMEOUT, Environment, Error, Exit, Metric, Phase, Platform, Sandbox,
+    SandboxInfo, SandboxSummary, StartResponse, StatusReport, UNKNOWN_TIMEOUT,
 };
 use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
@@ -220,6 +220,10 @@ impl SandboxService for Controller {
     }
 
     async fn shutdown(&self, id: &str) -> Result<(), Error> {
+        if tokio::time::timeout(END_TIMEOUT, self.sandboxes.settled(id)).await.is_err() {
+            let (id, seconds) = (id.to_owned(), END_TIMEOUT.as_secs());
+            return Err(Error::Timeout { id, rpc: "shutdown", seconds });
+        }
         match self.sandbox(id) {
             Err(Error::NotFound { .. }) => self.remove_files(self.check(id)?).await,
             Err(e) => Err(e),

@@ -36,7 +36,7 @@ pub(super) struct Quarantine {
 #[derive(Debug, Default)]
 pub(super) struct SandboxRegistry {
     pub slots: Mutex<BTreeMap<SandboxId, Slot>>,
-    /// Notified when a record is not read again any more.
+    /// Notified when a record is not read again any more, and when a reservation ends.
     pub changed: Notify,
 }
 
@@ -64,6 +64,17 @@ impl SandboxRegistry {
                 slots.insert(id.clone(), Slot::Quarantined(Arc::new(quarantine)));
                 retry.map(|attempt| (id, attempt))
             }
+        }
+    }
+
+    /// Waits while `id` is taken by a Create, or a removal of files, that is in progress.
+    pub async fn settled(&self, id: &str) {
+        loop {
+            let changed = self.changed.notified();
+            if !matches!(self.slots.lock().get(id), Some(Slot::Reserved)) {
+                return;
+            }
+            changed.await;
         }
     }
 
@@ -141,5 +152,6 @@ impl Drop for Reserved {
         if matches!(slots.get(self.id.as_str()), Some(Slot::Reserved)) {
             slots.remove(self.id.as_str());
         }
+        self.register.changed.notify_waiters();
     }
 }

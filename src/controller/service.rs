@@ -57,11 +57,11 @@ pub trait SandboxService: Send + Sync + 'static {
         verbose: bool,
     ) -> impl Future<Output = Result<StatusReport, Error>> + Send;
 
-    /// Removes all that is left of the sandbox. Unknown id: removes files that a reboot has left,
-    /// and succeeds.
+    /// Removes all that is left of the sandbox, after its Create if that is in progress. Unknown id:
+    /// removes files that a reboot has left, and succeeds.
     ///
     /// # Errors
-    /// What could not be removed.
+    /// What could not be removed, or [`Error::Timeout`] if Create does not end.
     fn shutdown(&self, id: &str) -> impl Future<Output = Result<(), Error>> + Send;
 
     /// Metrics of the pod's parent cgroup.

@@ -38,7 +38,7 @@ pub use error::Error;
 pub use inspect::SandboxSummary;
 pub use machine::Phase;
 pub use metrics::usage::Usage;
-pub use sandbox::{Sandbox, UNKNOWN_TIMEOUT};
+pub use sandbox::{END_TIMEOUT, Sandbox, UNKNOWN_TIMEOUT};
 pub use validate::check_id;
 
 /// What containerd knows of a sandbox (`containerd.types.Sandbox`), as a request carries it and the

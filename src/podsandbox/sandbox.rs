@@ -29,7 +29,7 @@ use crate::shim;
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause process and its cleanup
 /// before it is answered that they continue without it.
-const END_TIMEOUT: Duration = Duration::from_secs(60);
+pub const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long after the recovery Status waits while it is unknown whether the pause process lives.
 /// containerd keeps an unknown state until its next start, and kubelet ends such a pod

@@ -28,6 +28,35 @@ use pause_sandboxer::protos::cri::{
 /// By which containerd's store finds sandboxes.
 const KIND: &str = "io.cri-containerd.kind";
 
+/// Otherwise the caller of Shutdown takes the sandbox for removed, and it is made after that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shutdown_during_create_removes_the_sandbox() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    // The write of the record waits for a reader.
+    let directory = node.dir.path().join("state/sandboxes/a");
+    std::fs::create_dir(&directory).unwrap();
+    let record = directory.join("record.json.new");
+    nix::unistd::mkfifo(&record, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let creating = tokio::spawn({
+        let controller = controller.clone();
+        async move { controller.create(request("a")).await }
+    });
+    soon("the id is taken", async || controller.has("a").then_some(())).await;
+    let mut removing = tokio::spawn({
+        let controller = controller.clone();
+        async move { controller.shutdown("a").await }
+    });
+    let early = tokio::time::timeout(Duration::from_millis(300), &mut removing).await;
+    let reading = std::thread::spawn(move || std::fs::read(record).unwrap());
+    assert!(early.is_err(), "it was answered before Create: {early:?}");
+    creating.await.unwrap().unwrap();
+    assert!(!reading.join().unwrap().is_empty());
+    removing.await.unwrap().unwrap();
+    assert!(!controller.has("a"));
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn run_stop_remove() {
     let node = Node::new();
