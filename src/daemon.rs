@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
-use pause_sandboxer::cli::SettingsSource;
-use pause_sandboxer::config::{Config, ShimOwner};
+use pause_sandboxer::cli::ServeOptions;
+use pause_sandboxer::config::{CONTAINERD_NAMESPACE, Config, ShimOwner};
 use pause_sandboxer::containerd::SandboxStore;
 use pause_sandboxer::containerd::containers::Containers;
 use pause_sandboxer::controller::Controller;
@@ -41,7 +41,7 @@ const DRAIN: Duration = Duration::from_secs(20);
 ///
 /// # Errors
 /// The step that failed.
-pub(crate) fn serve(config: &Config, settings: &SettingsSource) -> Result<(), StepError> {
+pub(crate) fn serve(config: &Config, settings: &ServeOptions) -> Result<(), StepError> {
     logging::init(config)
         .map_err(|reason| StepError::new("initialize logging", io::Error::other(reason)))?;
     log_panics();
@@ -77,7 +77,7 @@ pub(crate) fn serve(config: &Config, settings: &SettingsSource) -> Result<(), St
 /// `timeout` that of the watchdog.
 async fn run(
     config: &Config,
-    settings: &SettingsSource,
+    settings: &ServeOptions,
     open_files: Option<u64>,
     timeout: Duration,
 ) -> Result<(), StepError> {
@@ -93,7 +93,7 @@ async fn run(
     let (answering, controllers) = watch::channel(None);
     let server = wire::Server::before_recovery(controllers, grpc, ttrpc)
         .counted(Arc::clone(&environment.telemetry))
-        .of_namespace(&config.containerd_namespace);
+        .of_namespace(CONTAINERD_NAMESPACE);
     let mut server = RunningServer { stop, task: tokio::spawn(server.run(stopped)) };
     // Logs its result. If containerd is not up yet, the first Create repeats the check.
     let _ = environment.mounts.admit();
@@ -157,10 +157,10 @@ fn own_shim(config: &Config) -> Option<OwnShim> {
 fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 3] {
     let store = SandboxStore {
         address: config.containerd_address.clone(),
-        namespace: config.containerd_namespace.clone(),
+        namespace: CONTAINERD_NAMESPACE.to_owned(),
     };
     let containers = Containers::new(store.clone(), &config.state_dir);
-    let interval = config.forgotten_interval;
+    let interval = Duration::from_secs(config.forgotten_interval.into());
     [
         tokio::spawn(gc::collect_containers(Arc::clone(controller), containers, interval)),
         tokio::spawn(gc::collect(Arc::clone(controller), store, interval)),
@@ -189,7 +189,7 @@ async fn supervise(
     server: &mut RunningServer,
     signals: &mut Signals,
     mut watchdog: Watchdog,
-    settings: &SettingsSource,
+    settings: &ServeOptions,
 ) -> Result<(), StepError> {
     loop {
         tokio::select! {
@@ -277,7 +277,7 @@ impl Signals {
 }
 
 /// Reloads the log level; other settings need a restart.
-fn reload(settings: &SettingsSource) {
+fn reload(settings: &ServeOptions) {
     match settings.load() {
         Ok(config) => {
             logging::set_level(config.log_level);

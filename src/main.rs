@@ -6,10 +6,11 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
+use clap::Parser as _;
 use node::check::{self, DaemonFindings, Level};
 use pause_sandboxer::cli::{
-    self, Command, ConfigCommand, DOWN, Format, NEEDED, SettingsSource, WARNED, table,
-    watch::ListWatch,
+    self, Cli, Command, ConfigCommand, DOWN, Format, NEEDED, ServeOptions, SettingsSource, WARNED,
+    table, watch::ListWatch,
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
@@ -38,7 +39,9 @@ impl From<String> for CommandFailure {
 
 impl From<config::ConfigError> for CommandFailure {
     fn from(error: config::ConfigError) -> Self {
-        error.to_string().into()
+        // clap exits with 2 as well.
+        let status = if matches!(error, config::ConfigError::Flag { .. }) { 2 } else { 1 };
+        Self { reason: error.to_string(), status }
     }
 }
 
@@ -56,12 +59,9 @@ impl From<client::ClientError> for CommandFailure {
 }
 
 fn main() -> ExitCode {
-    let done = match cli::parse(std::env::args_os()) {
-        Ok(cli) => match cli.command {
-            Command::Serve(settings) => serve(&settings),
-            command => block_on(run(command)),
-        },
-        Err(error) => error.exit(),
+    let done = match Cli::parse().command {
+        Command::Serve(options) => serve(&options),
+        command => block_on(run(command)),
     };
     done.unwrap_or_else(|CommandFailure { reason, status }| {
         // There is no other place for the reason if standard error is closed.
@@ -70,8 +70,8 @@ fn main() -> ExitCode {
     })
 }
 
-fn serve(settings: &SettingsSource) -> Result<ExitCode, CommandFailure> {
-    daemon::serve(&settings.load()?, settings)
+fn serve(options: &ServeOptions) -> Result<ExitCode, CommandFailure> {
+    daemon::serve(&options.load()?, options)
         .inspect_err(|step| log::error!("daemon exits: {step}"))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -86,7 +86,7 @@ fn block_on(
 
 async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
-        Command::Serve(settings) => return serve(&settings),
+        Command::Serve(options) => return serve(&options),
         Command::List { watch: true, settings, .. } => watch(&settings).await?,
         Command::List { output, settings, .. } => {
             let all = Client::connect(&settings.load()?).await?.list(true).await?;

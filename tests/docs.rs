@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use pause_sandboxer::config::{Config, SETTINGS};
+use pause_sandboxer::config::{self, Config};
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -151,15 +151,15 @@ fn every_error_line_of_the_log_is_explained() {
 
 /// Returns `docs/configure.md` as generated from the table of settings.
 fn configure() -> String {
-    let default = Config::default();
+    let defaults = Config::default().values();
     let mut text = "\
 # Configure
 
 Every setting has a default. Settings are keys of `/etc/pause-sandboxer/config.toml`, which is
-optional, and options of `pause-sandboxer serve` and of the client commands. Options override the
-file. `pause-sandboxer config default` prints a file with all settings, `pause-sandboxer config
-show` prints the effective ones. An unknown setting or an invalid value is an error that names file,
-line and setting.
+optional, and options of `pause-sandboxer serve`. Options override the file. The other commands read
+the file and have `--config` and `--socket`. `pause-sandboxer config default` prints a file with all
+settings, `pause-sandboxer config show` prints the effective ones. An unknown setting or an invalid
+value is an error that names file, line and setting.
 
 A change takes effect after `systemctl restart pause-sandboxer`; pods keep running. `systemctl
 reload pause-sandboxer` (SIGHUP) reloads `log_level` only. Change `state_dir` only on a drained
@@ -167,21 +167,23 @@ node: the daemon does not start with another one while the old one has records o
 `socket` also changes. The file `SOCKET.state`, by default
 `/run/pause-sandboxer/pause-sandboxer.sock.state`, names the directory that is in use.
 
-Settings that containerd also has must be equal there; `pause-sandboxer check` compares them.
+Settings that containerd also has must be equal there; `pause-sandboxer check` compares them. What
+the daemon decides by itself has no setting: pods' cgroups are systemd scopes if kubelet names a
+slice and systemd is the init system, and directories otherwise; calls are for containerd's
+namespace `k8s.io`, which CRI uses; a sandbox that is created but not started is removed after an
+hour; the runtime's shim is found as containerd finds it, in PATH or next to containerd.
 
-<!-- The rest of this page is generated from the table of settings:
+<!-- The rest of this page is generated from the fields of `Config`:
 UPDATE_DOCS=1 cargo test --test docs -->
 "
     .to_owned();
-    for setting in SETTINGS {
-        let meaning: Vec<&str> = setting.lines().collect();
+    for option in Config::options() {
+        let name = option.get_id().as_str();
         text += &format!(
-            "\n## `{}`\n{}\n\n- must be {}\n- default: `{}`\n- option: `{}`\n",
-            setting.name,
-            meaning.join("\n"),
-            setting.kind,
-            setting.show(&default),
-            setting.flag(),
+            "\n## `{name}`\n{}\n\n- default: `{}`\n- option: `--{}`\n",
+            config::meaning(&option),
+            defaults[name],
+            option.get_long().unwrap(),
         );
     }
     text += "

@@ -16,17 +16,13 @@ const NAME: &str = "pause-sandboxer";
 
 /// Examines the shims of these runtimes.
 pub fn examine(kinds: &[&str], config: &Config) -> Vec<Finding> {
-    let serves = |kind: &&str| own::serves(kind, config.shims.0.contains_key(*kind));
+    let serves = |kind: &&str| own::serves(kind);
     let own = (config.shim == ShimOwner::Own && kinds.iter().any(serves)).then(|| open_own(config));
     let has_own = matches!(own, Some(Ok(_)));
     let mut findings: Vec<Finding> = own.into_iter().map(own_shim).collect();
     let path = shim::path();
     findings.extend(kinds.iter().map(|kind| {
-        let found = match config.shims.0.get(*kind) {
-            Some(set) => shim::resolve::check(set),
-            None => shim::resolve::find_binary(kind, &path, &config.containerd_address),
-        };
-        match found {
+        match shim::resolve::find_binary(kind, &path, &config.containerd_address) {
             Ok(found) => Finding::ok(SUBJECT, format!("of {kind}: {}", found.display())),
             Err(step) => missing(kind, &step, has_own && serves(kind)),
         }
@@ -37,8 +33,7 @@ pub fn examine(kinds: &[&str], config: &Config) -> Vec<Finding> {
 /// The finding about the shim of a runtime that is not there. `is_served`: pods of it have the own
 /// shim.
 fn missing(kind: &str, step: &StepError, is_served: bool) -> Finding {
-    let advice = "install the complete containerd package, or set the shim's path in `shims` of \
-                  this sandboxer's config";
+    let advice = "install the complete containerd package, or link the shim into /usr/local/bin";
     if is_served {
         let fact = format!(
             "{step}; pods of {kind} use the sandboxer's own shim, and have no fallback if it \

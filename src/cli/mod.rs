@@ -2,12 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValue, StringValueParser, TypedValueParser, ValueParser};
-use clap::error::Result;
-use clap::{Arg, ArgAction, ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum};
-use clap::{ValueHint, value_parser};
+use clap::{Args, Parser, Subcommand, ValueEnum, value_parser};
 
-use crate::config::{self, Config, SETTINGS, Setting};
+use crate::config::{Config, ConfigError, Flags};
 use crate::enable;
 
 pub mod table;
@@ -43,7 +40,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Run the daemon in the foreground; SIGTERM stops it, SIGHUP reloads the log level
-    Serve(SettingsSource),
+    Serve(ServeOptions),
     /// List the sandboxes of the running daemon
     List {
         /// Output format
@@ -240,7 +237,7 @@ pub struct SelftestOptions {
 }
 
 /// Parses the name of a runtime handler: a DNS label, as Kubernetes requires.
-fn handler_name(text: &str) -> std::result::Result<String, String> {
+fn handler_name(text: &str) -> Result<String, String> {
     let word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     let ends = text.starts_with('-') || text.ends_with('-');
     if text.is_empty() || text.len() > 63 || ends || !text.chars().all(word) {
@@ -268,13 +265,36 @@ pub enum Format {
     Json,
 }
 
-/// Where the settings come from: `--config` and an option for each setting of the table.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SettingsSource {
-    /// The config file, if one is named.
+/// Where the daemon's settings come from.
+#[derive(Args, Clone, Debug)]
+pub struct ServeOptions {
+    /// Config file [default: /etc/pause-sandboxer/config.toml, if it exists]
+    #[arg(long = "config", value_name = "FILE")]
     pub file: Option<PathBuf>,
-    /// Names and values of the settings that are given as options.
-    pub flags: Vec<(String, String)>,
+    /// The settings that are given as options.
+    #[command(flatten)]
+    pub flags: Flags,
+}
+
+impl ServeOptions {
+    /// Loads the settings.
+    ///
+    /// # Errors
+    /// See [`Config::load`].
+    pub fn load(&self) -> Result<Config, ConfigError> {
+        Config::load(self.file.as_deref(), &self.flags)
+    }
+}
+
+/// Where the settings of other commands come from.
+#[derive(Args, Clone, Debug)]
+pub struct SettingsSource {
+    /// Config file of the daemon [default: /etc/pause-sandboxer/config.toml, if it exists]
+    #[arg(long = "config", value_name = "FILE")]
+    pub file: Option<PathBuf>,
+    /// gRPC socket of the daemon, which overrides the config file's
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
 }
 
 impl SettingsSource {
@@ -282,109 +302,9 @@ impl SettingsSource {
     ///
     /// # Errors
     /// See [`Config::load`].
-    pub fn load(&self) -> std::result::Result<Config, config::ConfigError> {
-        Config::load(self.file.as_deref(), &self.flags)
+    pub fn load(&self) -> Result<Config, ConfigError> {
+        Config::load(self.file.as_deref(), &Flags::Socket(self.socket.clone()))
     }
-}
-
-/// Accepts any text, so that [`Config::load`] reports all invalid values in the same way. Lists the
-/// choices of a setting for help and completions.
-#[derive(Clone)]
-struct SettingParser(Vec<&'static str>);
-
-impl TypedValueParser for SettingParser {
-    type Value = String;
-
-    fn parse_ref(
-        &self,
-        command: &clap::Command,
-        arg: Option<&Arg>,
-        value: &std::ffi::OsStr,
-    ) -> Result<String> {
-        StringValueParser::new().parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        let values = self.0.iter().map(PossibleValue::new);
-        (!self.0.is_empty()).then(|| Box::new(values) as Box<dyn Iterator<Item = PossibleValue>>)
-    }
-}
-
-/// The option of a setting.
-fn option(setting: &'static Setting) -> Arg {
-    let choices = setting.kind.strip_prefix("one of ").map(|words| words.split(", ").collect());
-    let meaning: Vec<&str> = setting.lines().collect();
-    let arg = Arg::new(setting.name)
-        .long(setting.flag().trim_start_matches('-').to_owned())
-        .value_name("VALUE")
-        .help(setting.kind)
-        .long_help(format!("{}\n({})", meaning.join("\n"), setting.kind))
-        .help_heading("Settings, which override the config file")
-        .hide_possible_values(true)
-        .allow_hyphen_values(true);
-    let arg = if setting.is_switch() {
-        arg.num_args(0..=1).default_missing_value("true").require_equals(true)
-    } else if setting.kind.contains("path") {
-        arg.value_hint(ValueHint::AnyPath)
-    } else {
-        arg
-    };
-    arg.value_parser(ValueParser::new(SettingParser(choices.unwrap_or_default())))
-}
-
-impl Args for SettingsSource {
-    fn augment_args(command: clap::Command) -> clap::Command {
-        let file = Arg::new("config")
-            .long("config")
-            .value_name("FILE")
-            .action(ArgAction::Set)
-            .value_parser(value_parser!(PathBuf))
-            .value_hint(ValueHint::FilePath)
-            .help(format!("Config file [default: {}, if it exists]", config::DEFAULT_FILE));
-        command.args_override_self(true).arg(file).args(SETTINGS.iter().map(option))
-    }
-
-    fn augment_args_for_update(command: clap::Command) -> clap::Command {
-        Self::augment_args(command)
-    }
-}
-
-impl FromArgMatches for SettingsSource {
-    fn from_arg_matches(matches: &ArgMatches) -> Result<Self> {
-        let given = |setting: &Setting| {
-            let value = matches.get_one::<String>(setting.name)?;
-            Some((setting.name.to_owned(), value.clone()))
-        };
-        let file = matches.get_one::<PathBuf>("config").cloned();
-        Ok(Self { file, flags: SETTINGS.iter().filter_map(given).collect() })
-    }
-
-    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<()> {
-        *self = Self::from_arg_matches(matches)?;
-        Ok(())
-    }
-}
-
-/// Parses the process's arguments, the first of which is the program's name.
-///
-/// # Errors
-/// An invalid command line, or the help or version that it asks for.
-pub fn parse(args: impl IntoIterator<Item = std::ffi::OsString>) -> Result<Cli> {
-    let mut joined: Vec<std::ffi::OsString> = Vec::new();
-    for arg in args {
-        // A switch takes its value as the next word too; any other word is not its value.
-        let switch = joined.last().and_then(|last| last.to_str()).is_some_and(|last| {
-            SETTINGS.iter().any(|setting| setting.is_switch() && setting.flag() == last)
-        });
-        match joined.last_mut() {
-            Some(last) if switch && (arg == "true" || arg == "false") => {
-                last.push("=");
-                last.push(arg);
-            }
-            _ => joined.push(arg),
-        }
-    }
-    Cli::try_parse_from(joined)
 }
 
 #[cfg(test)]
@@ -393,22 +313,16 @@ mod tests {
 
     use super::*;
 
-    fn parsed(line: &str) -> Result<Command> {
+    fn parsed(line: &str) -> clap::error::Result<Command> {
         let words = ["pause-sandboxer"].into_iter().chain(line.split_whitespace());
-        parse(words.map(Into::into)).map(|cli| cli.command)
+        Cli::try_parse_from(words).map(|cli| cli.command)
     }
 
-    fn settings(line: &str) -> SettingsSource {
+    fn served(line: &str) -> Config {
         match parsed(line).unwrap() {
-            Command::Serve(settings) => settings,
-            Command::Check(check) => check.settings,
-            Command::Inspect { settings, .. } => settings,
+            Command::Serve(options) => options.load().unwrap(),
             other => panic!("{other:?}"),
         }
-    }
-
-    fn flags(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
-        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
     }
 
     #[test]
@@ -417,34 +331,44 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_taken_in_both_forms() {
-        let line = "serve --config /c --socket=/a/b --log-level debug --restrict-oom-score-adj \
-                    --enable-unprivileged-icmp=false --log-level off --abandoned-after -1";
-        let expected = flags(&[
-            ("socket", "/a/b"),
-            ("restrict_oom_score_adj", "true"),
-            ("enable_unprivileged_icmp", "false"),
-            ("abandoned_after", "-1"),
-            ("log_level", "off"),
-        ]);
-        assert_eq!(settings(line), SettingsSource { file: Some("/c".into()), flags: expected });
-        let line =
-            "serve --restrict-oom-score-adj true --enable-unprivileged-icmp false --socket /s";
-        let expected = flags(&[
-            ("socket", "/s"),
-            ("restrict_oom_score_adj", "true"),
-            ("enable_unprivileged_icmp", "false"),
-        ]);
-        assert_eq!(settings(line).flags, expected);
-        let line = "inspect --restrict-oom-score-adj abc";
-        assert_eq!(settings(line).flags, flags(&[("restrict_oom_score_adj", "true")]));
+    fn settings_are_options_of_serve() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let line = format!(
+            "serve --config {} --socket=/a/b --log-level debug --restrict-oom-score-adj \
+             --enable-unprivileged-icmp=false --log-level off --shim-env A=b --shim-env=C=d",
+            file.path().display()
+        );
+        let config = served(&line);
+        let expected = Config {
+            socket: "/a/b".into(),
+            log_level: log::LevelFilter::Off,
+            restrict_oom_score_adj: true,
+            enable_unprivileged_icmp: false,
+            shim_env: ["A=b", "C=d"].map(|variable| variable.parse().unwrap()).into(),
+            ..Config::default()
+        };
+        assert_eq!(config, expected);
+    }
+
+    /// A socket of another daemon is all that the other commands need.
+    #[test]
+    fn the_help_of_other_commands_fits_a_screen() {
+        let mut command = Cli::command();
+        command.build();
+        for name in ["list", "inspect", "stats", "check", "enable", "disable", "selftest"] {
+            let options = command.find_subcommand(name).unwrap().get_opts();
+            let names: Vec<_> = options.filter_map(clap::Arg::get_long).collect();
+            assert!(names.len() <= 12, "{name}: {names:?}");
+            assert!(names.contains(&"config") && names.contains(&"socket"), "{name}: {names:?}");
+            assert!(!names.contains(&"state-dir"), "{name}: {names:?}");
+        }
     }
 
     #[test]
     fn options_of_a_command_and_its_operand() {
-        let line = "check --containerd-config /x --state-dir /s -o json";
+        let line = "check --containerd-config /x --socket /s -o json";
         let Ok(Command::Check(check)) = parsed(line) else { panic!("{line}") };
-        assert_eq!(check.settings.flags, flags(&[("state_dir", "/s")]));
+        assert_eq!(check.settings.socket, Some("/s".into()));
         assert_eq!((check.containerd_config, check.output), (Some("/x".into()), Format::Json));
         assert_eq!(check.containerd, None);
         let inspect = parsed("inspect -ojson abc --socket /s").unwrap();
@@ -457,8 +381,13 @@ mod tests {
     fn errors_name_what_is_wrong() {
         for (line, part) in [
             ("dance", "'dance'"),
-            ("serve --sockt /x", "--sockt"),
-            ("serve --state_dir /x", "--state_dir"),
+            ("lits", "similar subcommand exists: 'list'"),
+            ("serve --sockt /x", "similar argument exists: '--socket'"),
+            ("serve --state_dir /x", "similar argument exists: '--state-dir'"),
+            ("serve --state-dir x", "'x' for '--state-dir <PATH>': must be an absolute path"),
+            ("serve --log-level loud", "possible values: off, error, warn, info, debug, trace"),
+            ("serve --forgotten-interval 0", "0 is not in 1.."),
+            ("list --state-dir /x", "--state-dir"),
             ("serve --containerd-config /x", "--containerd-config"),
             ("serve --socket", "--socket"),
             ("serve now", "'now'"),

@@ -158,10 +158,9 @@ impl Jobs {
         self.environment().config.container_record
     }
 
-    /// containerd can have a record of the sandbox: it is of containerd's namespace, and this
-    /// project's shim serves its task.
+    /// containerd can have a record of the sandbox: this project's shim serves its task.
     fn can_be_recorded(&self) -> bool {
-        self.facts.in_namespace && self.shim.serves_sandbox()
+        self.shim.serves_sandbox()
     }
 
     fn want(self: &Arc<Self>, next: Wanted) {

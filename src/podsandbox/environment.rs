@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::files::SandboxFiles;
 use super::layout::Layout;
 use super::selinux::Selinux;
-use crate::config::Config;
+use crate::config::{CONTAINERD_NAMESPACE, Config};
 use crate::containerd::SandboxStore;
 use crate::containerd::containers::Containers;
 use crate::error::StepError;
@@ -73,13 +73,15 @@ impl Environment {
         let layout = Arc::new(Layout::new(&config));
         let settings = shim::ShimSettings {
             containerd_address: config.containerd_address.clone(),
-            containerd_namespace: config.containerd_namespace.clone(),
             containerd_state: config.containerd_state.clone(),
             state_dir: config.state_dir.clone(),
             sandboxes: layout.records.clone(),
-            binaries: config.shims.0.clone(),
             open_files,
-            environment: config.shim_env.0.clone(),
+            environment: config
+                .shim_env
+                .iter()
+                .map(|v| (v.name.clone(), v.value.clone()))
+                .collect(),
             own_shim,
         };
         let shims = Arc::new(Shims::new(settings)?);
@@ -89,7 +91,7 @@ impl Environment {
         ));
         let store = SandboxStore {
             address: config.containerd_address.clone(),
-            namespace: config.containerd_namespace.clone(),
+            namespace: CONTAINERD_NAMESPACE.to_owned(),
         };
         let containers = Containers::new(store, &config.state_dir);
         let config = Arc::new(config);

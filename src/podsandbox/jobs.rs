@@ -38,8 +38,6 @@ pub struct Facts {
     pub private_namespaces: PrivateNamespaces,
     /// It has shared memory of its own.
     pub shm: bool,
-    /// It belongs to the containerd namespace of the config.
-    pub in_namespace: bool,
     /// SELinux label of its processes; empty where there is none.
     pub label: Box<str>,
     /// When Create was called.
@@ -120,7 +118,7 @@ impl Jobs {
         pod: PodNames,
         level: Option<HeldLevel>,
     ) -> Self {
-        let Environment { layout, shims, config, .. } = &**environment;
+        let Environment { layout, shims, .. } = &**environment;
         let runtime = shims.runtime(record.runtime());
         Self {
             files: SandboxFiles::new(layout, &record.id),
@@ -131,7 +129,6 @@ impl Jobs {
                 cgroup_ref: CgroupRef { id: record.id.clone(), ..record.plan.cgroup_ref() },
                 private_namespaces: PrivateNamespaces::from_plan(&record.plan),
                 shm: record.files.shm,
-                in_namespace: record.is_in(&config.containerd_namespace),
                 label: record.labels.process.as_str().into(),
                 created_at: record.created_at,
                 runtime,

@@ -69,8 +69,6 @@ pub struct Record {
     pub own_shim: bool,
     /// The pod's SELinux labels; empty where it has none.
     pub labels: Labels,
-    /// containerd's namespace that the sandbox is of.
-    pub containerd_namespace: String,
 }
 
 impl Record {
@@ -80,12 +78,6 @@ impl Record {
     /// The config is malformed.
     pub fn decode_config(&self) -> Result<PodSandboxConfig, Error> {
         decode_config(&self.id, &self.config.type_url, &self.config.value)
-    }
-
-    /// Whether containerd can be asked for the sandbox in this namespace of its. It cannot where
-    /// the setting has changed since, as ids are unique in a namespace alone.
-    pub fn is_in(&self, containerd_namespace: &str) -> bool {
-        self.containerd_namespace == containerd_namespace
     }
 
     /// The runtime of its shim.
@@ -147,7 +139,6 @@ impl Record {
             info: SandboxInfo::default(),
             own_shim: false,
             labels: Default::default(),
-            containerd_namespace: String::new(),
         }
     }
 }

@@ -405,12 +405,10 @@ impl Sandbox {
         inspect::report(&self.jobs, self.published(), &record, &stage)
     }
 
-    /// Whether garbage collection asks containerd for the sandbox: it belongs to the containerd
-    /// namespace of the config, no start or removal runs, its pod has no shim, and no Status or
-    /// Wait call has reached this daemon.
+    /// Whether garbage collection asks containerd for the sandbox: no start or removal runs, its pod
+    /// has no shim, and no Status or Wait call has reached this daemon.
     pub fn is_gc_candidate(&self) -> bool {
-        self.jobs.facts.in_namespace
-            && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
+        matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
             && !self.queried.load(Ordering::Relaxed)
             && !self.jobs.shim.has_shim()
     }

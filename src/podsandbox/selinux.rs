@@ -223,7 +223,7 @@ impl Selinux {
             return Ok(Default::default());
         }
         match Contexts::from_policy()? {
-            Some(contexts) => self.labels(&contexts, config.selinux_category_range.get(), wanted),
+            Some(contexts) => self.labels(&contexts, config.selinux_category_range, wanted),
             None => Ok(Default::default()),
         }
     }

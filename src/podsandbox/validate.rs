@@ -14,7 +14,7 @@ use super::record::{self, Record, decode_config};
 use super::selinux::{self, HeldLevel, Selinux};
 use super::{CreateRequest, Error};
 use crate::cgroup;
-use crate::config::{CgroupDriver, Config};
+use crate::config::Config;
 use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::pause::{self, IdMapping, Namespace, Plan, UserNamespace, native};
@@ -95,7 +95,6 @@ pub fn check(
         info,
         own_shim,
         labels,
-        containerd_namespace: config.containerd_namespace.clone(),
     };
     Ok(Validated { record, pod, level })
 }
@@ -123,7 +122,7 @@ fn plan(
         hostname: hostname(id, &pod.hostname, host_network)?,
         userns: userns(id, namespaces)?,
         sysctls: sysctls::check(id, pod, config, host_network, ipc, security)?,
-        cgroup_parent: cgroup_parent(id, parent, config.cgroup_driver, systemd_runs())?,
+        cgroup_parent: cgroup_parent(id, parent, systemd_runs())?,
         oom_score_adj: pause::oom_score_adj(config.restrict_oom_score_adj),
         selinux_label,
     })
@@ -195,12 +194,7 @@ fn systemd_runs() -> bool {
 }
 
 /// The parent in the form of [`Plan::cgroup_parent`]. `systemd`: it runs.
-fn cgroup_parent(
-    id: &str,
-    parent: &str,
-    driver: CgroupDriver,
-    systemd: bool,
-) -> Result<String, Error> {
+fn cgroup_parent(id: &str, parent: &str, systemd: bool) -> Result<String, Error> {
     let field = "linux.cgroup_parent";
     let plain = |c| matches!(c, Component::RootDir | Component::Normal(_));
     if parent.len() > LONGEST_PATH
@@ -213,17 +207,9 @@ fn cgroup_parent(
             format!("{:?} is not a valid cgroup path", shorten(parent)),
         ));
     }
-    let slices = driver == CgroupDriver::Systemd || driver == CgroupDriver::Auto && systemd;
     let last = parent.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
-    let parent = match Some(last).filter(|last| slices && last.ends_with(".slice")) {
+    let parent = match Some(last).filter(|last| systemd && last.ends_with(".slice")) {
         Some(slice) => slice.to_owned(),
-        None if driver == CgroupDriver::Systemd && !parent.is_empty() => {
-            let reason = format!(
-                "{:?} is not a systemd slice, which cgroup_driver \"systemd\" requires",
-                shorten(parent)
-            );
-            return Err(Error::invalid(id, field, reason));
-        }
         // So that it cannot be mistaken for the bare name of a slice.
         None if parent.ends_with(".slice") && !parent.contains('/') => format!("/{parent}"),
         None => parent.to_owned(),

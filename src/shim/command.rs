@@ -16,6 +16,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::Semaphore;
 
 use super::ShimSettings;
+use crate::config::CONTAINERD_NAMESPACE;
 use crate::error::{IoContext as _, StepError};
 use crate::process::spawn::limit_open_files;
 
@@ -85,7 +86,7 @@ fn environment(
         ("PATH", path()),
         ("TTRPC_ADDRESS", settings.containerd_ttrpc()),
         ("GRPC_ADDRESS", settings.containerd_address.display().to_string()),
-        ("NAMESPACE", settings.containerd_namespace.clone()),
+        ("NAMESPACE", CONTAINERD_NAMESPACE.to_owned()),
         ("MAX_SHIM_VERSION", "2".to_owned()),
         ("GOMAXPROCS", threads.to_owned()),
     ];
@@ -115,7 +116,7 @@ pub fn server_arguments(settings: &ShimSettings, id: &str) -> Vec<OsString> {
     let address = settings.containerd_address.as_os_str().to_owned();
     vec![
         "-namespace".into(),
-        settings.containerd_namespace.clone().into(),
+        CONTAINERD_NAMESPACE.into(),
         "-id".into(),
         id.into(),
         "-address".into(),
@@ -154,7 +155,7 @@ pub async fn delete(
 ) -> Result<(), StepError> {
     let mut command = Command::new(binary);
     command
-        .args(["-namespace", &settings.containerd_namespace, "-address"])
+        .args(["-namespace", CONTAINERD_NAMESPACE, "-address"])
         .arg(&settings.containerd_address)
         .args(["-publish-binary", "containerd", "-id", id, "-bundle"])
         .arg(bundle)
@@ -238,11 +239,9 @@ mod tests {
         let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
         let settings = |variables: &[(String, String)]| ShimSettings {
             containerd_address: "/c.sock".into(),
-            containerd_namespace: "k8s.io".to_owned(),
             containerd_state: "/state".into(),
             state_dir: "/own".into(),
             sandboxes: "/own/sandboxes".into(),
-            binaries: Default::default(),
             open_files: None,
             environment: variables.iter().cloned().collect(),
             own_shim: None,

@@ -29,6 +29,7 @@ use std::time::Instant;
 
 use sha2::{Digest as _, Sha256};
 
+use crate::config::CONTAINERD_NAMESPACE;
 use crate::error::{IoContext as _, StepError, gone};
 use crate::process::handle::NamespaceHandle;
 use crate::process::spawn::Launcher;
@@ -49,16 +50,12 @@ pub const TASK_VERSION: u32 = 3;
 pub struct ShimSettings {
     /// containerd's gRPC socket.
     pub containerd_address: PathBuf,
-    /// containerd's namespace of CRI.
-    pub containerd_namespace: String,
     /// containerd's `state`.
     pub containerd_state: PathBuf,
     /// The daemon's own directory.
     pub state_dir: PathBuf,
     /// Directory of the sandboxes' own directories.
     pub sandboxes: PathBuf,
-    /// Shims that an operator has set, by runtime name.
-    pub binaries: BTreeMap<String, PathBuf>,
     /// The soft limit of open files that shims get, and containers from them; without, the
     /// daemon's.
     pub open_files: Option<u64>,
@@ -76,15 +73,12 @@ impl ShimSettings {
 
     /// Where containerd has the bundles of its tasks.
     fn tasks(&self) -> PathBuf {
-        self.containerd_state.join("io.containerd.runtime.v2.task").join(&self.containerd_namespace)
+        self.containerd_state.join("io.containerd.runtime.v2.task").join(CONTAINERD_NAMESPACE)
     }
 
     /// The shim of a runtime.
     fn binary(&self, runtime: &str) -> Result<PathBuf, StepError> {
-        match self.binaries.get(runtime) {
-            Some(set) => resolve::check(set),
-            None => resolve::find_binary(runtime, &command::path(), &self.containerd_address),
-        }
+        resolve::find_binary(runtime, &command::path(), &self.containerd_address)
     }
 
     /// The socket of a pod's endpoint. Its name is a hash: an id under a long directory would not

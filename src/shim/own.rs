@@ -92,9 +92,9 @@ fn open(path: &Path) -> io::Result<OwnedFd> {
 }
 
 /// Whether the own shim serves pods of that runtime in place of the runtime's: containerd would
-/// start `containerd-shim-runc-v2`, and the operator has not named another (`has_other`).
-pub fn serves(runtime: &str, has_other: bool) -> bool {
-    !has_other && resolve::name(runtime).is_ok_and(|name| name == REPLACED)
+/// start `containerd-shim-runc-v2`.
+pub fn serves(runtime: &str) -> bool {
+    resolve::name(runtime).is_ok_and(|name| name == REPLACED)
 }
 
 #[cfg(test)]
@@ -147,8 +147,7 @@ mod tests {
             ("/usr/bin/containerd-shim-runc-v2", false),
             ("", false),
         ] {
-            assert_eq!(serves(runtime, false), replaced, "{runtime}");
-            assert!(!serves(runtime, true), "{runtime}");
+            assert_eq!(serves(runtime), replaced, "{runtime}");
         }
     }
 }

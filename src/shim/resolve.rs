@@ -34,11 +34,11 @@ pub fn find_binary(runtime: &str, path: &str, containerd: &Path) -> Result<PathB
     })
 }
 
-/// The shim at `path`, which an operator has set.
+/// The shim at `path`.
 ///
 /// # Errors
 /// It is no file that can be executed.
-pub fn check(path: &Path) -> Result<PathBuf, StepError> {
+fn check(path: &Path) -> Result<PathBuf, StepError> {
     let meta = std::fs::metadata(path).step_at("find shim", path)?;
     if meta.is_file() && meta.permissions().mode() & 0o111 != 0 {
         return Ok(path.to_owned());

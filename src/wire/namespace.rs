@@ -27,8 +27,7 @@ impl NamespaceFilter {
     /// containerd passes on what its callers set. So a call without one, or with an empty one,
     /// comes from another client of this daemon, and is served.
     ///
-    /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox, and the
-    /// setting may be wrong while pods live.
+    /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox.
     pub(super) fn admits(&self, asked: Option<&str>, wait: bool) -> Result<(), Status> {
         let (Some(own), Some(asked)) =
             (self.own.as_deref(), asked.filter(|asked| !asked.is_empty()))
@@ -46,10 +45,7 @@ impl NamespaceFilter {
             );
         }
         let code = if wait { Code::UNAVAILABLE } else { Code::FAILED_PRECONDITION };
-        let text = format!(
-            "containerd namespace {asked:?} is not served; expected {own:?} (setting \
-             containerd_namespace)"
-        );
+        let text = format!("containerd namespace {asked:?} is not served; CRI's is {own:?}");
         Err(Status::new(code, text))
     }
 }
@@ -67,7 +63,7 @@ mod tests {
         }
         let refused = namespace.admits(Some("moby"), false).unwrap_err();
         assert_eq!(refused.code, Code::FAILED_PRECONDITION);
-        assert!(refused.message.contains("containerd_namespace"), "{}", refused.message);
+        assert!(refused.message.contains("\"k8s.io\""), "{}", refused.message);
         assert_eq!(namespace.admits(Some("moby"), true).unwrap_err().code, Code::UNAVAILABLE);
         assert_eq!(NamespaceFilter::default().admits(Some("moby"), false), Ok(()));
     }

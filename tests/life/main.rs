@@ -17,7 +17,6 @@ mod recovery;
 
 use fixture::{Node, request, request_with, soon};
 use nix::mount::{MntFlags, umount2};
-use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::{Controller, SandboxService};
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, SandboxInfo};
 use pause_sandboxer::protos::cri::{
@@ -231,29 +230,6 @@ async fn a_sandbox_that_is_never_started_is_removed() {
     assert!(controller.status("a", false).await.is_ok());
     soon("the removal", async || controller.status("a", false).await.is_err().then_some(())).await;
     assert_eq!(node.leftovers(), Vec::<String>::new());
-}
-
-/// containerd is asked in the namespace of the settings alone, and would say that it does not know
-/// the sandbox.
-///
-/// Promise: other_namespaces_are_refused.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_sandbox_of_another_namespace_is_not_garbage_collected() {
-    let node = Node::new();
-    let controller = node.controller().await;
-    controller.create(request("a")).await.unwrap();
-    controller.start("a").await.unwrap();
-    for (namespace, unasked) in [("other", false), ("k8s.io", true)] {
-        let config = Config { containerd_namespace: namespace.to_owned(), ..node.config() };
-        let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
-        let controller = Controller::open(Arc::new(environment)).await.unwrap();
-        let live = controller.live();
-        assert_eq!(
-            live.iter().map(|of| (of.id(), of.is_gc_candidate())).collect::<Vec<_>>(),
-            [("a", unasked)],
-            "{namespace}"
-        );
-    }
 }
 
 /// Promise: invalid_request_names_the_field.

@@ -31,7 +31,7 @@ pub(crate) fn stderr(output: &Output) -> &str {
     std::str::from_utf8(&output.stderr).unwrap()
 }
 
-/// A directory of a test's own with flags that keep a daemon inside it.
+/// A directory of a test's own with settings that keep a daemon inside it.
 pub(crate) struct Scratch {
     pub(crate) dir: TempDir,
 }
@@ -51,18 +51,30 @@ impl Scratch {
         path.to_str().unwrap().to_owned()
     }
 
+    /// The option of every command that names a config file with [`Scratch::settings`].
     pub(crate) fn flags(&self) -> Vec<String> {
-        let flag = |flag: &str, name: &str| format!("--{flag}={}", self.path(name).display());
-        vec![
-            // No file of the machine's own must change what is tested.
-            format!("--config={}", self.write("config.toml", "")),
-            flag("socket", "run/s.sock"),
-            flag("state-dir", "state"),
-            flag("containerd-root", "root"),
-            flag("containerd-state", "containerd"),
-            flag("containerd-address", "containerd/c.sock"),
-            "--restrict-oom-score-adj".to_owned(),
+        let lines = self.settings().map(|(name, path)| format!("{name} = {path:?}\n"));
+        let text = lines.concat() + "restrict_oom_score_adj = true\n";
+        vec![format!("--config={}", self.write("config.toml", &text))]
+    }
+
+    /// The same settings as options of `serve`.
+    pub(crate) fn options(&self) -> Vec<String> {
+        let flags = self
+            .settings()
+            .map(|(name, path)| format!("--{}={}", name.replace('_', "-"), path.display()));
+        flags.into_iter().chain(["--restrict-oom-score-adj".to_owned()]).collect()
+    }
+
+    fn settings(&self) -> [(&'static str, PathBuf); 5] {
+        [
+            ("socket", "run/s.sock"),
+            ("state_dir", "state"),
+            ("containerd_root", "root"),
+            ("containerd_state", "containerd"),
+            ("containerd_address", "containerd/c.sock"),
         ]
+        .map(|(name, path)| (name, self.path(path)))
     }
 }
 

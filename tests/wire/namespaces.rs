@@ -13,7 +13,7 @@ async fn calls_of_another_namespace_are_refused_and_end_no_wait() {
             // Any other code of a Wait is mistaken for the exit of its sandbox.
             let expected = if method.starts_with("Wait") { 14 } else { 9 };
             assert_eq!(code, expected, "{method}: {text}");
-            assert!(text.contains("\"moby\"") && text.contains("containerd_namespace"), "{text}");
+            assert!(text.contains("\"moby\"") && text.contains("\"k8s.io\""), "{text}");
         }
         assert!(node.sandboxes.created.lock().unwrap().is_empty());
         for namespace in ["k8s.io", ""] {

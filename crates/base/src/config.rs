@@ -1,31 +1,33 @@
 //! Settings of the daemon: one checked [`Config`] from the config file and the flags.
 //!
-//! Every setting is written once, in the table below: its name (also that of its flag, with
-//! dashes), its meaning, its type and its default. The struct, the file, the flags and `config
-//! default` come from that table.
+//! Every setting is written once, as a field of [`Config`]: serde reads it from the file, clap from
+//! the flag of the same name, with dashes. The field's comment is its text in the help, in the
+//! manual page, in `config default` and in `docs/configure.md`.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::builder::{ArgAction, PossibleValuesParser, TypedValueParser as _};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, value_parser};
 use log::LevelFilter;
+use serde::{Deserialize, Serialize};
+use toml::de::DeTable;
 
-mod environment;
-mod file;
 mod pattern;
 mod value;
 
-pub use environment::Variables;
 pub use pattern::Pattern;
-pub use value::{Categories, CgroupDriver, LogFormat, Metrics, ShimBinaries, ShimOwner};
+pub use value::{LogFormat, Metrics, ShimOwner, Variable};
 
-use toml::Spanned;
-use toml::de::DeValue;
-
-use crate::id::{IDENTIFIER_MAX, check_identifier};
-use value::SettingValue;
+use value::{absolute_path, lower_case, path};
 
 /// The config file that is read when none is named; it need not exist.
 pub const DEFAULT_FILE: &str = "/etc/pause-sandboxer/config.toml";
+
+/// The containerd namespace of CRI. Calls of another namespace are rejected.
+pub const CONTAINERD_NAMESPACE: &str = "k8s.io";
 
 /// Suffix of the ttrpc socket's path, by containerd's convention.
 pub const TTRPC_SUFFIX: &str = ".ttrpc";
@@ -40,169 +42,214 @@ const SOCKET_PATH_SPARE: usize = 4;
 /// `crate::shim::SOCKET_SUFFIX`.
 pub const SHIM_SOCKET_SUFFIX: usize = 43;
 
-/// Maximum length of an invalid value in an error, characters.
-const SHOWN_MAX: usize = 200;
+/// Maximum length of the reason in an error of the file, characters: it shows text of the file.
+const SHOWN_MAX: usize = 1000;
 
 /// Directory of CRI's pod files below containerd's `root` and `state`. At a restart containerd
 /// deletes unknown entries there.
 pub const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
 
-/// One setting: its name, its meaning and how it is set and shown.
-#[derive(Debug)]
-pub struct Setting {
-    /// Its key in the config file.
-    pub name: &'static str,
-    /// Its description, one string per line.
-    pub meaning: &'static [&'static str],
-    /// The kind of its values.
-    pub kind: &'static str,
-    set: fn(&mut Config, Spanned<DeValue<'_>>) -> Result<(), String>,
-    set_text: fn(&mut Config, &str) -> Result<(), String>,
-    show: fn(&Config) -> String,
-}
+/// The number of MCS categories in SELinux's policies, and containerd's default.
+const CATEGORIES: u32 = 1024;
 
-impl Setting {
-    /// The lines of its meaning, without the space that a doc comment begins with.
-    pub fn lines(&self) -> impl Iterator<Item = &'static str> {
-        self.meaning.iter().map(|line| line.strip_prefix(' ').unwrap_or(line))
-    }
+/// Time after which a sandbox that was created but not started is removed.
+const ABANDONED_AFTER: Duration = Duration::from_secs(3600);
 
-    /// Its flag: the name with dashes.
-    pub fn flag(&self) -> String {
-        format!("--{}", self.name.replace('_', "-"))
-    }
+const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
-    /// Whether its flag may be given without a value, which then means true.
-    pub fn is_switch(&self) -> bool {
-        self.kind == bool::KIND
-    }
-
-    /// Its value in `config`, as TOML.
-    pub fn show(&self, config: &Config) -> String {
-        (self.show)(config)
-    }
-
-    fn named(name: &str) -> Option<&'static Self> {
-        SETTINGS.iter().find(|s| s.name == name)
-    }
-}
-
-macro_rules! settings {
-    ($($(#[doc = $meaning:literal])+ $name:ident: $type:ty = $default:expr;)+) => {
-        /// Every setting of the daemon, checked.
-        #[derive(Clone, Debug, PartialEq, Eq)]
-        pub struct Config {
-            $($(#[doc = $meaning])+ pub $name: $type,)+
-        }
-
-        impl Default for Config {
-            fn default() -> Self {
-                Self { $($name: $default,)+ }
-            }
-        }
-
-        /// All settings, in the order of `config default`.
-        pub const SETTINGS: &[Setting] = &[$(Setting {
-            name: stringify!($name),
-            meaning: &[$($meaning),+],
-            kind: <$type as SettingValue>::KIND,
-            set: |config, value| {
-                config.$name = <$type as SettingValue>::parse(value)?;
-                Ok(())
-            },
-            set_text: |config, text| {
-                config.$name = <$type as SettingValue>::from_flag(text)?;
-                Ok(())
-            },
-            show: |config| config.$name.to_toml(),
-        },)+];
-    };
-}
-
-settings! {
+/// Every setting of the daemon.
+#[derive(Args, Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[command(next_help_heading = "Settings, which override the config file")]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
     /// gRPC socket that containerd dials (`address` under `proxy_plugins`); the ttrpc socket has
     /// `.ttrpc` appended.
-    socket: PathBuf = "/run/pause-sandboxer/pause-sandboxer.sock".into();
+    #[arg(long, value_name = "PATH", value_parser = absolute_path, verbatim_doc_comment)]
+    #[serde(deserialize_with = "path")]
+    pub socket: PathBuf,
     /// Directory of the records and private mounts, created with mode 0700. One daemon per
     /// directory. Must be on a tmpfs: records must not survive a reboot.
-    state_dir: PathBuf = "/run/pause-sandboxer".into();
+    #[arg(long, value_name = "PATH", value_parser = absolute_path, verbatim_doc_comment)]
+    #[serde(deserialize_with = "path")]
+    pub state_dir: PathBuf,
     /// containerd's `root`, where CRI looks for a pod's hostname, hosts and resolv.conf.
-    containerd_root: PathBuf = "/var/lib/containerd".into();
+    #[arg(long, value_name = "PATH", value_parser = absolute_path, verbatim_doc_comment)]
+    #[serde(deserialize_with = "path")]
+    pub containerd_root: PathBuf,
     /// containerd's `state`, where CRI looks for a pod's shm.
-    containerd_state: PathBuf = "/run/containerd".into();
+    #[arg(long, value_name = "PATH", value_parser = absolute_path, verbatim_doc_comment)]
+    #[serde(deserialize_with = "path")]
+    pub containerd_state: PathBuf,
     /// containerd's gRPC socket (`address` under `grpc`).
-    containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
-    /// containerd namespace that CRI uses. Calls with another namespace are rejected.
-    containerd_namespace: String = "k8s.io".to_owned();
-    /// How the pods' cgroups are created: as directories (`cgroupfs`), or as systemd scopes
-    /// (`systemd`), which requires slices as parents. `auto` depends on the parent cgroup that
-    /// kubelet sets: `systemd` for a slice (`….slice`) if systemd is the init system, else
-    /// `cgroupfs`.
-    cgroup_driver: CgroupDriver = CgroupDriver::Auto;
+    #[arg(long, value_name = "PATH", value_parser = absolute_path, verbatim_doc_comment)]
+    #[serde(deserialize_with = "path")]
+    pub containerd_address: PathBuf,
     /// Which shim serves a pod's containers. The sandboxer starts it before the first container,
-    /// supervises it and stops it with the pod:
+    /// supervises it and stops it with the pod.
     ///
-    /// - `own`: its own, smaller shim. The shim `pause-sandboxer-runc-shim` is in the directory of
-    ///   the daemon's program and replaces `containerd-shim-runc-v2`. `runtime` applies instead to
-    ///   pods of other runtimes, with other runtime options or of runtimes in `shims`, and to all
-    ///   pods if the program is missing or unusable.
+    /// - `own`: the sandboxer's own, smaller shim, which replaces `containerd-shim-runc-v2`. The
+    ///   program `pause-sandboxer-runc-shim` is in the directory of the daemon's program. `runtime`
+    ///   applies instead to pods of other runtimes or with other runtime options, and to all pods
+    ///   if the program is missing or unusable.
     /// - `runtime`: the runtime's shim.
     ///
     /// Applies to pods created after the change.
-    shim: ShimOwner = ShimOwner::Own;
-    /// Path of the shim binary per runtime name, in place of the one that containerd would find,
-    /// for example
-    /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
-    shims: ShimBinaries = ShimBinaries::default();
+    #[arg(long, value_name = "SHIM", verbatim_doc_comment)]
+    pub shim: ShimOwner,
     /// Environment variables for the shims that the sandboxer starts, for example
     /// `shim_env = ["SCHED_CORE=1"]`. The counterpart of containerd's `env` under
     /// `plugins."io.containerd.shim.v1.manager"`. The own shim, with the programs that it runs and
     /// their hooks, gets these, PATH and what containerd sets for shims; other shims also get the
     /// daemon's environment. With SCHED_CORE each shim and its containers are in a separate core
     /// scheduling domain; on a kernel without support no shim starts.
-    shim_env: Variables = Variables::default();
+    #[arg(long, value_name = "NAME=VALUE", verbatim_doc_comment)]
+    pub shim_env: Vec<Variable>,
     /// Record each sandbox in containerd as a container, and as a task while the pod's shim runs:
     /// `ctr` lists them, and cAdvisor looks for a pod's network there. Only for pods that the
     /// sandboxer's own shim serves (`shim`). When it is turned off, existing pods keep their
     /// records; when it is turned on, they get theirs with their shim.
-    container_record: bool = true;
+    #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
+    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub container_record: bool,
     /// Do not lower `oom_score_adj` below the daemon's own. Same as containerd's setting of this
     /// name; required if the daemon lacks CAP_SYS_RESOURCE.
-    restrict_oom_score_adj: bool = false;
+    #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
+    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub restrict_oom_score_adj: bool,
     /// Pods with their own network namespace can bind ports below 1024 without a capability. Same
     /// as containerd's setting of this name.
-    enable_unprivileged_ports: bool = true;
+    #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
+    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub enable_unprivileged_ports: bool,
     /// Pods with their own network namespace can send ICMP echo requests without a capability. Same
     /// as containerd's setting of this name.
-    enable_unprivileged_icmp: bool = true;
+    #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
+    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub enable_unprivileged_icmp: bool,
     /// Set SELinux labels on pods, if SELinux is enabled. Same as containerd's setting of this
     /// name.
-    enable_selinux: bool = false;
-    /// The MCS levels of pods use categories below this number. Same as containerd's setting of
-    /// this name.
-    selinux_category_range: Categories = Categories::default();
+    #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
+    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub enable_selinux: bool,
+    /// The MCS levels of pods use categories below this number, from 2 to 1024. Same as
+    /// containerd's setting of this name.
+    #[arg(long, value_name = "NUMBER", verbatim_doc_comment)]
+    #[arg(value_parser = value_parser!(u32).range(2..=i64::from(CATEGORIES)))]
+    pub selinux_category_range: u32,
     /// Patterns of the pod annotations that are copied to the OCI spec of the sandbox; `*` matches
     /// anything but a slash. The counterpart of containerd's setting of this name, which is for the
     /// pod's containers.
-    pod_annotations: Vec<Pattern> = Vec::new();
-    /// Seconds after which a sandbox that was created but not started is removed. containerd leaves
-    /// such a sandbox behind if it fails to pull the pause image.
-    abandoned_after: Duration = Duration::from_secs(3600);
-    /// Interval of the garbage collection in seconds. It removes sandboxes that got no call since
-    /// their start and that containerd does not know.
-    forgotten_interval: Duration = Duration::from_secs(60);
-    /// Address of the daemon's metrics for Prometheus: a unix socket that only root can use, such
-    /// as `unix:///run/pause-sandboxer/metrics.sock`, or a loopback port, such as `127.0.0.1:9477`
-    /// or `[::1]:9477`.
-    metrics: Metrics = Metrics::Off;
+    #[arg(long, value_name = "PATTERN", value_delimiter = ',', verbatim_doc_comment)]
+    pub pod_annotations: Vec<Pattern>,
+    /// Interval of the garbage collection in seconds, at least 1. It removes sandboxes that got no
+    /// call since their start and that containerd does not know.
+    #[arg(long, value_name = "SECONDS", verbatim_doc_comment)]
+    #[arg(value_parser = value_parser!(u32).range(1..))]
+    pub forgotten_interval: u32,
+    /// Address of the daemon's metrics for Prometheus: `off`, a unix socket that only root can use,
+    /// such as `unix:///run/pause-sandboxer/metrics.sock`, or a loopback port, such as
+    /// `127.0.0.1:9477` or `[::1]:9477`.
+    #[arg(long, value_name = "ADDRESS", verbatim_doc_comment)]
+    pub metrics: Metrics,
     /// Minimum level of log messages. The environment variable PAUSE_SANDBOXER_LOG overrides it.
-    log_level: LevelFilter = LevelFilter::Info;
+    #[arg(long, value_name = "LEVEL", verbatim_doc_comment)]
+    #[arg(value_parser = PossibleValuesParser::new(LEVELS).try_map(|text| text.parse::<LevelFilter>()))]
+    #[serde(serialize_with = "lower_case")]
+    pub log_level: LevelFilter,
     /// Format of log lines, which are written to standard error.
-    log_format: LogFormat = LogFormat::Text;
+    #[arg(long, value_name = "FORMAT", verbatim_doc_comment)]
+    pub log_format: LogFormat,
+    /// Time after which a sandbox that was created but not started is removed: containerd leaves
+    /// such a sandbox behind if it fails to pull the pause image. Not a setting.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub abandoned_after: Duration,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            socket: "/run/pause-sandboxer/pause-sandboxer.sock".into(),
+            state_dir: "/run/pause-sandboxer".into(),
+            containerd_root: "/var/lib/containerd".into(),
+            containerd_state: "/run/containerd".into(),
+            containerd_address: "/run/containerd/containerd.sock".into(),
+            shim: ShimOwner::Own,
+            shim_env: Vec::new(),
+            container_record: true,
+            restrict_oom_score_adj: false,
+            enable_unprivileged_ports: true,
+            enable_unprivileged_icmp: true,
+            enable_selinux: false,
+            selinux_category_range: CATEGORIES,
+            pod_annotations: Vec::new(),
+            forgotten_interval: 60,
+            metrics: Metrics::Off,
+            log_level: LevelFilter::Info,
+            log_format: LogFormat::Text,
+            abandoned_after: ABANDONED_AFTER,
+        }
+    }
+}
+
+/// Settings on the command line.
+#[derive(Clone, Debug)]
+pub enum Flags {
+    /// Every setting is an option.
+    All(ArgMatches),
+    /// Only the socket is one.
+    Socket(Option<PathBuf>),
+}
+
+impl Default for Flags {
+    fn default() -> Self {
+        Self::Socket(None)
+    }
+}
+
+impl Args for Flags {
+    fn augment_args(command: Command) -> Command {
+        // For an update, as no setting is required.
+        Config::augment_args_for_update(command)
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Flags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        Ok(Self::All(matches.clone()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::All(matches.clone());
+        Ok(())
+    }
+}
+
+impl Flags {
+    fn apply(&self, config: &mut Config) -> Result<(), clap::Error> {
+        match self {
+            Self::All(matches) => config.update_from_arg_matches(matches)?,
+            Self::Socket(Some(socket)) => config.socket.clone_from(socket),
+            Self::Socket(None) => {}
+        }
+        Ok(())
+    }
+
+    /// Whether the setting is given.
+    fn has(&self, name: &str) -> bool {
+        match self {
+            Self::All(matches) => matches.value_source(name) == Some(ValueSource::CommandLine),
+            Self::Socket(socket) => name == "socket" && socket.is_some(),
+        }
+    }
 }
 
 /// Invalid settings: the place, the setting and the reason.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The config file could not be read.
     #[error("read config file {}: {reason}", .file.display())]
@@ -212,107 +259,57 @@ pub enum ConfigError {
         /// The system's answer.
         reason: String,
     },
-    /// The config file is not TOML.
+    /// The config file is not TOML, or a setting in it is unknown or invalid.
     #[error("{}:{line}: {reason}", .file.display())]
-    Syntax {
+    File {
         /// The config file.
         file: PathBuf,
         /// Its line, from 1.
         line: usize,
-        /// The error of the parser.
+        /// The setting, unless the file is not TOML, and why it is invalid.
         reason: String,
     },
-    /// A setting is unknown or its value is invalid.
-    #[error("{}{reason}", prefix(.origin, .name))]
-    Setting {
-        /// File and line, flag with its dashes, or `default`.
-        origin: String,
+    /// An option does not fit the other settings.
+    #[error("--{}: {reason}", .name.replace('_', "-"))]
+    Flag {
         /// The setting.
-        name: String,
+        name: &'static str,
         /// Why it is invalid.
         reason: String,
     },
+    /// A default does not fit the other settings.
+    #[error("default of {name}: {reason}")]
+    Default {
+        /// The setting.
+        name: &'static str,
+        /// Why it is invalid.
+        reason: String,
+    },
+    /// The options of the command line could not be read.
+    #[error(transparent)]
+    Options(#[from] clap::Error),
 }
 
-/// The prefix of the reason in an error. A flag is not followed by the name of its setting.
-fn prefix(origin: &str, name: &str) -> String {
-    if origin.starts_with("--") { format!("{origin}: ") } else { format!("{origin}: {name}: ") }
-}
-
-/// Settings under construction, with the last origin of each.
-struct Gathered {
-    config: Config,
-    origins: Vec<(&'static str, String)>,
-}
-
-impl Gathered {
-    /// Sets what `set` reads from the text `shown`.
-    fn set(
-        &mut self,
-        name: &str,
-        shown: &str,
-        origin: String,
-        set: impl FnOnce(&Setting, &mut Config) -> Result<(), String>,
-    ) -> Result<(), ConfigError> {
-        let unknown = || "unknown setting (`pause-sandboxer config default` prints all)".to_owned();
-        let set = Setting::named(name).ok_or_else(unknown).and_then(|setting| {
-            set(setting, &mut self.config).map(|()| setting.name).map_err(|reason| {
-                match reason.as_str() {
-                    "" => {
-                        let line = shown.lines().next().unwrap_or_default();
-                        let shown: String = line.chars().take(SHOWN_MAX).collect();
-                        format!("invalid value {shown}: must be {}", setting.kind)
-                    }
-                    _ => reason,
-                }
-            })
+impl ConfigError {
+    /// The error of the file's parser, with the setting at its place.
+    fn in_file(file: &Path, text: &str, error: &toml::de::Error) -> Self {
+        let at = error.span().map_or(0, |span| span.start);
+        let table = DeTable::parse(text).ok();
+        let setting = table.as_ref().and_then(|table| {
+            let mut entries = table.get_ref().iter();
+            entries.find(|(key, value)| (key.span().start..value.span().end.max(1)).contains(&at))
         });
-        match set {
-            Ok(name) => {
-                self.origins.push((name, origin));
-                Ok(())
-            }
-            Err(reason) => Err(ConfigError::Setting { origin, name: name.to_owned(), reason }),
-        }
+        let (at, name) = setting.map_or((at, String::new()), |(key, _)| {
+            (key.span().start, format!("{}: ", key.get_ref()))
+        });
+        let reason = format!("{name}{}", error.message()).chars().take(SHOWN_MAX).collect();
+        Self::File { file: file.to_owned(), line: line_of(text, at), reason }
     }
+}
 
-    /// Sets what the text of a flag says: a TOML list or table, another TOML value that fits, or
-    /// else a string.
-    fn set_flag(&mut self, name: &str, text: &str) -> Result<(), ConfigError> {
-        let origin = format!("--{}", name.replace('_', "-"));
-        let shown = format!("{text:?}");
-        if let Ok(value) = DeValue::parse(text) {
-            let whole = matches!(value.get_ref(), DeValue::Array(_) | DeValue::Table(_));
-            let set =
-                self.set(name, &shown, origin.clone(), |setting, config| match value.get_ref() {
-                    DeValue::String(text) => (setting.set_text)(config, text),
-                    _ => (setting.set)(config, value),
-                });
-            if whole || set.is_ok() {
-                return set;
-            }
-        }
-        self.set(name, &shown, origin, |setting, config| (setting.set_text)(config, text))
-    }
-
-    fn checked(self) -> Result<Config, ConfigError> {
-        match self.config.fault() {
-            None => Ok(self.config),
-            Some((name, reason)) => {
-                let origin = self
-                    .origins
-                    .iter()
-                    .rev()
-                    .find(|(n, _)| *n == name)
-                    .map_or("default", |(_, o)| o);
-                Err(ConfigError::Setting {
-                    origin: origin.to_owned(),
-                    name: name.to_owned(),
-                    reason,
-                })
-            }
-        }
-    }
+/// The line, from 1, of the byte at `offset`.
+fn line_of(text: &str, offset: usize) -> usize {
+    1 + text.as_bytes().iter().take(offset).filter(|b| **b == b'\n').count()
 }
 
 /// The directory of the sandboxes' records below a state directory.
@@ -321,12 +318,12 @@ pub fn records_below(state_dir: &Path) -> PathBuf {
 }
 
 impl Config {
-    /// Reads `file`, lets `flags` (setting name and value) override it, and checks the whole.
-    /// Without a `file` [`DEFAULT_FILE`] is read if it exists.
+    /// Reads `file`, lets `flags` override it, and checks the whole. Without a `file`
+    /// [`DEFAULT_FILE`] is read if it exists.
     ///
     /// # Errors
     /// A file that cannot be read or is not TOML; the first setting that is unknown or wrong.
-    pub fn load(file: Option<&Path>, flags: &[(String, String)]) -> Result<Self, ConfigError> {
+    pub fn load(file: Option<&Path>, flags: &Flags) -> Result<Self, ConfigError> {
         let (path, optional) = (file.unwrap_or(Path::new(DEFAULT_FILE)), file.is_none());
         match std::fs::read_to_string(path) {
             Ok(text) => Self::parse(path, &text, flags),
@@ -341,18 +338,55 @@ impl Config {
     ///
     /// # Errors
     /// The text is not TOML; the first setting that is unknown or wrong.
-    pub fn parse(path: &Path, text: &str, flags: &[(String, String)]) -> Result<Self, ConfigError> {
-        let mut gathered = Gathered { config: Self::default(), origins: Vec::new() };
-        file::gather(path, text, &mut gathered)?;
-        for (name, text) in flags {
-            gathered.set_flag(name, text)?;
+    pub fn parse(path: &Path, text: &str, flags: &Flags) -> Result<Self, ConfigError> {
+        let mut config: Self =
+            toml::from_str(text).map_err(|e| ConfigError::in_file(path, text, &e))?;
+        flags.apply(&mut config)?;
+        let Err((name, reason)) = config.check() else { return Ok(config) };
+        if flags.has(name) {
+            return Err(ConfigError::Flag { name, reason });
         }
-        gathered.checked()
+        let table = DeTable::parse(text).map_err(|e| ConfigError::in_file(path, text, &e))?;
+        Err(match table.get_ref().iter().find(|(key, _)| key.get_ref() == name) {
+            Some((key, _)) => ConfigError::File {
+                file: path.to_owned(),
+                line: line_of(text, key.span().start),
+                reason: format!("{name}: {reason}"),
+            },
+            None => ConfigError::Default { name, reason },
+        })
+    }
+
+    /// All settings, in the order of `config default`, as options.
+    pub fn options() -> Vec<Arg> {
+        Self::augment_args(Command::new("settings")).get_arguments().cloned().collect()
+    }
+
+    /// The value of each setting, by its name.
+    pub fn values(&self) -> toml::Table {
+        // All keys are strings and all paths are UTF-8, so that nothing fails.
+        toml::Table::try_from(self).unwrap_or_default()
     }
 
     /// The settings as a config file, each under its meaning.
     pub fn to_toml(&self) -> String {
-        file::write(self)
+        let values = self.values();
+        let mut text = String::from(
+            "# Settings of pause-sandboxer. An option of `serve` with the same name overrides \
+             each.\n",
+        );
+        for option in Self::options() {
+            text.push('\n');
+            for line in meaning(&option).lines() {
+                text.push_str(format!("# {line}").trim_end());
+                text.push('\n');
+            }
+            let name = option.get_id().as_str();
+            if let Some(value) = values.get(name) {
+                text.push_str(&format!("{name} = {value}\n"));
+            }
+        }
+        text
     }
 
     /// The directory of the sandboxes' records.
@@ -367,34 +401,69 @@ impl Config {
         path.into()
     }
 
-    /// The first setting that does not fit the others, and why.
-    fn fault(&self) -> Option<(&'static str, String)> {
+    /// Checks the settings against each other.
+    ///
+    /// # Errors
+    /// The first one that does not fit the others, and why.
+    fn check(&self) -> Result<(), (&'static str, String)> {
+        self.check_sockets()?;
+        self.check_state_dir()?;
+        if !(2..=CATEGORIES).contains(&self.selinux_category_range) {
+            let reason = format!("must be a number from 2 to {CATEGORIES}");
+            return Err(("selinux_category_range", reason));
+        }
+        if self.forgotten_interval == 0 {
+            return Err(("forgotten_interval", "must be at least 1".to_owned()));
+        }
+        let mut names = BTreeSet::new();
+        match self.shim_env.iter().find(|variable| !names.insert(&variable.name)) {
+            Some(twice) => Err(("shim_env", format!("{} is set twice", twice.name))),
+            None => Ok(()),
+        }
+    }
+
+    fn check_sockets(&self) -> Result<(), (&'static str, String)> {
         let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE - TTRPC_SUFFIX.len();
         let length = self.socket.as_os_str().len();
         if length > most {
-            return Some((
-                "socket",
-                format!(
-                    "must be at most {most} bytes long, to leave room for the ttrpc socket's name; \
-                     has {length}"
-                ),
-            ));
-        }
-        if self.containerd_address.as_os_str().len() > SOCKET_PATH_MAX {
-            return Some((
-                "containerd_address",
-                format!("must be at most {SOCKET_PATH_MAX} bytes long"),
-            ));
-        }
-        let most = SOCKET_PATH_MAX - SHIM_SOCKET_SUFFIX;
-        if self.state_dir.as_os_str().len() > most {
-            return Some((
-                "state_dir",
-                format!("must be at most {most} bytes long, to leave room for the shims' sockets"),
-            ));
+            let reason = format!(
+                "must be at most {most} bytes long, to leave room for the ttrpc socket's name; has \
+                 {length}"
+            );
+            return Err(("socket", reason));
         }
         if self.socket.parent() == Some(Path::new("/")) {
-            return Some(("socket", "must be in a directory below /".to_owned()));
+            return Err(("socket", "must be in a directory below /".to_owned()));
+        }
+        if self.socket == self.containerd_address {
+            return Err(("socket", "must not be containerd's own socket".to_owned()));
+        }
+        if self.containerd_address.as_os_str().len() > SOCKET_PATH_MAX {
+            let reason = format!("must be at most {SOCKET_PATH_MAX} bytes long");
+            return Err(("containerd_address", reason));
+        }
+        if let Metrics::Unix(path) = &self.metrics {
+            let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE;
+            if path.as_os_str().len() > most {
+                return Err(("metrics", format!("must have a path of at most {most} bytes")));
+            }
+            if [&self.socket, &self.ttrpc_socket(), &self.containerd_address].contains(&path) {
+                return Err(("metrics", "must be a socket of its own".to_owned()));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_state_dir(&self) -> Result<(), (&'static str, String)> {
+        let fault = |reason: String| Err(("state_dir", reason));
+        let most = SOCKET_PATH_MAX - SHIM_SOCKET_SUFFIX;
+        if self.state_dir.as_os_str().len() > most {
+            return fault(format!(
+                "must be at most {most} bytes long, to leave room for the shims' sockets"
+            ));
+        }
+        if self.state_dir == Path::new("/") {
+            return fault("must be a directory of the daemon's own".to_owned());
         }
         for (name, dir) in [
             ("containerd_root", &self.containerd_root),
@@ -402,37 +471,25 @@ impl Config {
         ] {
             let cri = dir.join(CRI_PLUGIN_DIR);
             if self.state_dir == *dir || self.state_dir.starts_with(&cri) {
-                return Some((
-                    "state_dir",
-                    format!(
-                        "must not be {name} nor below {}: that is containerd's own",
-                        cri.display()
-                    ),
+                return fault(format!(
+                    "must not be {name} nor below {}: that is containerd's own",
+                    cri.display()
                 ));
             }
         }
-        if self.state_dir == Path::new("/") {
-            return Some(("state_dir", "must be a directory of the daemon's own".to_owned()));
-        }
-        if let Metrics::Unix(path) = &self.metrics {
-            let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE;
-            if path.as_os_str().len() > most {
-                return Some(("metrics", format!("must have a path of at most {most} bytes")));
-            }
-            if [&self.socket, &self.ttrpc_socket(), &self.containerd_address].contains(&path) {
-                return Some(("metrics", "must be a socket of its own".to_owned()));
-            }
-        }
-        if self.socket == self.containerd_address {
-            return Some(("socket", "must not be containerd's own socket".to_owned()));
-        }
-        check_identifier(&self.containerd_namespace).err().map(|_| {
-            let reason = format!(
-                "must be a containerd identifier (letters and digits joined by single . _ -, at \
-                 most {IDENTIFIER_MAX} bytes)"
-            );
-            ("containerd_namespace", reason)
-        })
+        Ok(())
+    }
+}
+
+/// The meaning of a setting, in lines; the last names its values if it has a choice.
+pub fn meaning(option: &Arg) -> String {
+    let text = option.get_long_help().or(option.get_help());
+    let text = text.map(ToString::to_string).unwrap_or_default();
+    let values: Vec<String> =
+        option.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect();
+    match values.is_empty() {
+        true => text,
+        false => format!("{text}\n\nValues: {}", values.join(", ")),
     }
 }
 

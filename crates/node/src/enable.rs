@@ -304,7 +304,7 @@ fn adopt_settings(
     let new = settings::adopt(&old, &wanted.change.subject.config, merged, handler)
         .map_err(|reason| format!("{} {reason}", path.display()))?;
     if new != old {
-        config::Config::parse(path, &new, &[]).map_err(|e| {
+        config::Config::parse(path, &new, &config::Flags::default()).map_err(|e| {
             format!("cannot copy a setting of containerd: correct it in containerd's config: {e}")
         })?;
         check_trusted(path)?;
@@ -323,7 +323,7 @@ async fn import_pause(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableErr
         return Ok(());
     }
     let image = oci_image::pause(wanted.pause_program).step("make image")?;
-    let endpoint = GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace);
+    let endpoint = GrpcEndpoint::new(&config.containerd_address, config::CONTAINERD_NAMESPACE);
     images::import(&endpoint, &image, &[PINNED]).await?;
     say(format!("imported {}", image.name));
     Ok(())

@@ -1,9 +1,10 @@
-//! The config file and the flags. A zero byte ends the file; each text behind another is a flag, as
-//! `NAME=VALUE`.
+//! The config file and the flags. A zero byte ends the file; each text behind another is a word of
+//! the command line.
 
 use std::path::Path;
 
-use pause_sandboxer::config::{Config, ConfigError, SETTINGS};
+use clap::{Args as _, Command, FromArgMatches as _};
+use pause_sandboxer::config::{Config, ConfigError, Flags};
 
 use super::{Seeds, assert_told};
 
@@ -13,49 +14,28 @@ pub fn run(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let mut parts = text.split('\0');
     let file = parts.next().unwrap_or_default();
-    let flags: Vec<(String, String)> = parts
-        .filter_map(|flag| flag.split_once('='))
-        .map(|(name, value)| (name.into(), value.into()))
-        .collect();
+    let command = Flags::augment_args(Command::new("serve").no_binary_name(true))
+        .args_override_self(true)
+        .disable_help_flag(true);
+    let Ok(matches) = command.try_get_matches_from(parts) else { return };
+    let flags = Flags::from_arg_matches(&matches).expect("the flags");
     let path = Path::new(FILE);
     match Config::parse(path, file, &flags) {
         Ok(config) => {
             let shown = config.to_toml();
-            assert_eq!(
-                Config::parse(path, &shown, &[]).as_ref(),
-                Ok(&config),
-                "as it is shown:\n{shown}"
-            );
-            for setting in SETTINGS {
-                assert!(
-                    !setting.show(&config).contains('\n'),
-                    "{} takes more than a line",
-                    setting.name
-                );
-            }
+            let read = Config::parse(path, &shown, &Flags::default());
+            assert_eq!(read.as_ref().ok(), Some(&config), "as it is shown: {read:?}\n{shown}");
         }
         Err(e) => {
             assert_told(&e.to_string());
             let lines = file.split('\n').count();
             match e {
-                ConfigError::Read { .. } => unreachable!("no file is read"),
-                ConfigError::Syntax { line, .. } => {
+                ConfigError::Read { .. } | ConfigError::Options(_) => unreachable!("{e}"),
+                ConfigError::File { line, .. } => {
                     assert!((1..=lines).contains(&line), "line {line} of {lines}")
                 }
-                ConfigError::Setting { origin, name, .. } => {
-                    let line = origin
-                        .strip_prefix(FILE)
-                        .map(|line| line.strip_prefix(':').expect("a line").parse());
-                    let known =
-                        flags.iter().any(|(flag, _)| *flag == name) && origin.starts_with("--");
-                    match line {
-                        Some(line) => assert!(
-                            (1..=lines).contains(&line.expect("a line")),
-                            "{origin} of {lines}"
-                        ),
-                        None => assert!(known || origin == "default", "{origin}: {name}"),
-                    }
-                }
+                ConfigError::Flag { .. } => assert!(text.contains("--"), "no flag is given"),
+                ConfigError::Default { .. } => {}
             }
         }
     }
@@ -65,33 +45,29 @@ pub fn seeds() -> Seeds {
     let file = r#"socket = "/a/s.sock"
 state_dir = "/a/state"
 containerd_address = "/a/c.sock"
-containerd_namespace = "other"
-cgroup_driver = "cgroupfs"
 shim = "runtime"
-shims = { "io.x.v2" = "/a/shim" }
+shim_env = ["A=b"]
 restrict_oom_score_adj = true
 selinux_category_range = 7
 pod_annotations = ["a.example/*", "b[^a-c]?\\*"]
-abandoned_after = 5
+forgotten_interval = 5
 metrics = "unix:///a/m.sock"
 log_level = "trace"
 log_format = "json"
 "#;
-    let flags = "\0socket=/b/s.sock\0metrics=[::1]:9477\0shims={ x = \"/y\" \
-        }\0pod_annotations=[\"*\"]\0log_level=off";
+    let flags = "\0--socket=/b/s.sock\0--metrics=[::1]:9477\0--pod-annotations=*,a\0--log-level=off";
     let mut seeds: Seeds = vec![
         ("default".into(), default()),
         ("file".into(), file.into()),
         ("flags".into(), format!("# none\n{flags}").into()),
-        ("both".into(), format!("shim = 'started'\nabandoned_after = 1{flags}").into()),
+        ("both".into(), format!("shim = 'own'\nforgotten_interval = 1{flags}").into()),
         ("tcp".into(), "metrics = \"127.0.0.1:9477\"\nselinux_category_range = 1024\n".into()),
-        ("characters".into(), "# none\0pod_annotations=a\u{7f}\u{1}\"\\é".into()),
+        ("characters".into(), "# none\0--pod-annotations=a\u{7f}\u{1}\"\\é".into()),
         ("unknown".into(), "\n\nsocet = 1".into()),
         ("no-toml".into(), "socket = \n[".into()),
     ];
-    for setting in SETTINGS {
-        let line = format!("{} = {}\n", setting.name, setting.show(&Config::default()));
-        seeds.push((format!("setting-{}", setting.name), line.into()));
+    for (name, value) in Config::default().values() {
+        seeds.push((format!("setting-{name}"), format!("{name} = {value}\n").into()));
     }
     seeds
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::LazyLock;
 
 use pause_sandboxer::cgroup;
-use pause_sandboxer::config::{CgroupDriver, Config};
+use pause_sandboxer::config::Config;
 use pause_sandboxer::pause::{Namespace, Plan};
 use pause_sandboxer::podsandbox::fuzzing::{Record, check, config_json, describe, resolv_conf};
 use pause_sandboxer::podsandbox::{CreateRequest, Error, SandboxInfo};
@@ -22,11 +22,6 @@ const NETNS: &str = "/proc/self/ns/net";
 static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
     (0..16u8)
         .map(|bits| Config {
-            cgroup_driver: match bits & 3 {
-                0 => CgroupDriver::Cgroupfs,
-                1 => CgroupDriver::Systemd,
-                _ => CgroupDriver::Auto,
-            },
             enable_unprivileged_ports: bits & 4 == 0,
             enable_unprivileged_icmp: bits & 4 == 0,
             restrict_oom_score_adj: bits & 8 != 0,

@@ -10,13 +10,13 @@ const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 /// Whether a new pod has this project's own shim instead of its runtime's. `has_own`: the own shim
 /// can be used.
 pub(super) fn is_own(info: &SandboxInfo, config: &Config, has_own: bool) -> bool {
-    config.shim == ShimOwner::Own && has_own && own_fits(info, config)
+    config.shim == ShimOwner::Own && has_own && own_fits(info)
 }
 
 /// Whether the own shim serves a pod like that as the runtime's would.
-fn own_fits(info: &SandboxInfo, config: &Config) -> bool {
+fn own_fits(info: &SandboxInfo) -> bool {
     let kind = info.runtime_options.as_ref().map_or("", |options| options.type_url.as_str());
-    own::serves(&info.runtime_name, config.shims.0.contains_key(&info.runtime_name))
+    own::serves(&info.runtime_name)
         && ["", RUNC_OPTIONS].contains(&kind.rsplit('/').next().unwrap_or_default())
 }
 
@@ -25,7 +25,6 @@ mod tests {
     use protobuf::well_known_types::any::Any;
 
     use super::*;
-    use crate::config::ShimBinaries;
 
     const RUNC: &str = "io.containerd.runc.v2";
 
@@ -61,9 +60,6 @@ mod tests {
             );
         }
         assert!(!is_own(&info(RUNC, None), &config, false));
-        let shims = ShimBinaries([(RUNC.to_owned(), "/other".into())].into());
-        let other = Config { shims, ..config.clone() };
-        assert!(!is_own(&info(RUNC, None), &other, true));
         let config = Config { shim: ShimOwner::Runtime, ..config };
         assert!(!is_own(&info(RUNC, None), &config, true));
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use super::{Container, NamespaceMembers, UnknownProcess};
+use crate::config::CONTAINERD_NAMESPACE;
 use crate::error::StepError;
 use crate::process::{Exit, UNKNOWN_EXIT};
 use crate::shim::pod_shim::{PodShim, RETRY_DELAY};
@@ -151,7 +152,7 @@ impl PodShim {
     /// Where the runtime keeps the states of its containers.
     fn runtime_states(&self) -> Result<PathBuf, StepError> {
         let options = self.runtime().runc_options()?;
-        Ok(containers::runtime_root(options.as_ref(), &self.settings().containerd_namespace))
+        Ok(containers::runtime_root(options.as_ref(), CONTAINERD_NAMESPACE))
     }
 
     /// Containers of which the runtime has a state, and containerd no bundle: their deletion was

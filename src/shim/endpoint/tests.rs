@@ -13,8 +13,8 @@ use protobuf::Message as _;
 
 use super::*;
 use crate::process::handle::NamespaceHandle;
-use crate::shim::ShimSettings;
 use crate::shim::bundle::{Recorded, tests::Tmpfs};
+use crate::shim::{Runtime, ShimSettings};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
 fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Endpoint>) {
@@ -26,17 +26,17 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Endpoint>) {
 fn make_endpoint_with(dir: &Path, binary: PathBuf) -> (Arc<Shims>, Arc<Endpoint>) {
     let settings = ShimSettings {
         containerd_address: dir.join("containerd.sock"),
-        containerd_namespace: "k8s.io".to_owned(),
         containerd_state: dir.join("state"),
         state_dir: dir.to_owned(),
         sandboxes: dir.to_owned(),
-        binaries: [(String::new(), binary)].into(),
         open_files: None,
         environment: Default::default(),
         own_shim: None,
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
-    let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::default());
+    // A runtime that is named by a path is the shim itself.
+    let runtime = Runtime { name: binary.to_str().unwrap().to_owned(), ..Runtime::default() };
+    let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
     std::fs::create_dir(dir.join("pod")).unwrap();
     (shims, endpoint)
 }

@@ -255,7 +255,6 @@ state_dir = "{state_dir}"
 containerd_root = "{root}"
 containerd_state = "{state}"
 containerd_address = "{address}"
-containerd_namespace = "{NAMESPACE}"
 restrict_oom_score_adj = {restricted}
 log_level = "debug"
 "#,

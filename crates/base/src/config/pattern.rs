@@ -1,12 +1,16 @@
 //! Patterns of annotation names, as containerd's `pod_annotations` takes them: those of Go's
 //! `path.Match`.
 
+use std::fmt;
 use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
 
 /// One pattern: `*` stands for any run of characters without a slash, `?` for one that is no slash,
 /// `[a-c]` and `[^a-c]` for one that is in the ranges, or not; a backslash takes the next character
 /// as it is. It must fit the whole name.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct Pattern {
     text: String,
     parts: Vec<Part>,
@@ -72,23 +76,34 @@ impl Pattern {
     }
 }
 
-impl FromStr for Pattern {
-    type Err = ();
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
 
-    fn from_str(text: &str) -> Result<Self, ()> {
-        let mut parts = Vec::new();
-        let mut rest = text.chars();
-        while let Some(c) = rest.next() {
-            parts.push(match c {
-                '*' => Part::Any,
-                '?' => Part::One,
-                '\\' => Part::Char(rest.next().ok_or(())?),
-                '[' => class(&mut rest)?,
-                c => Part::Char(c),
-            });
-        }
+impl FromStr for Pattern {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts = parts(text).map_err(|()| format!("{text:?} is not a valid pattern"))?;
         Ok(Self { text: text.to_owned(), parts })
     }
+}
+
+fn parts(text: &str) -> Result<Vec<Part>, ()> {
+    let mut parts = Vec::new();
+    let mut rest = text.chars();
+    while let Some(c) = rest.next() {
+        parts.push(match c {
+            '*' => Part::Any,
+            '?' => Part::One,
+            '\\' => Part::Char(rest.next().ok_or(())?),
+            '[' => class(&mut rest)?,
+            c => Part::Char(c),
+        });
+    }
+    Ok(parts)
 }
 
 /// Parses a character class after its opening bracket.

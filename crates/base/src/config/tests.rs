@@ -2,13 +2,15 @@
 
 use super::*;
 
-fn load(text: &str, flags: &[(&str, &str)]) -> Result<Config, String> {
+fn load(text: &str, flags: &[&str]) -> Result<Config, String> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("c.toml");
     std::fs::write(&file, text).unwrap();
-    let flags: Vec<_> = flags.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())).collect();
+    let command = Flags::augment_args(Command::new("serve").no_binary_name(true));
+    let matches = command.args_override_self(true).try_get_matches_from(flags);
+    let matches = matches.map_err(|e| e.to_string().lines().next().unwrap().to_owned())?;
     let prefix = format!("{}/", dir.path().display());
-    Config::load(Some(&file), &flags).map_err(|e| e.to_string().replace(&prefix, ""))
+    Config::load(Some(&file), &Flags::All(matches)).map_err(|e| e.to_string().replace(&prefix, ""))
 }
 
 fn error(text: &str) -> String {
@@ -23,16 +25,21 @@ fn default_file_parses_back_to_the_defaults() {
 
 #[test]
 fn every_setting_is_described_and_shown() {
-    let text = Config::default().to_toml();
-    for setting in SETTINGS {
-        // Empty lines separate paragraphs and lists.
-        let ends = [setting.meaning.first(), setting.meaning.last()];
-        assert!(ends.iter().all(|line| !line.unwrap().trim().is_empty()), "{}", setting.name);
-        assert!(text.contains(&format!("\n{} = ", setting.name)), "{}", setting.name);
-        for line in setting.meaning {
-            assert!(text.contains(&format!("#{line}")), "{}: {line}", setting.name);
+    let (text, values) = (Config::default().to_toml(), Config::default().values());
+    let options = Config::options();
+    assert_eq!(options.len(), values.len());
+    for option in options {
+        let name = option.get_id().as_str();
+        assert!(values.contains_key(name) && text.contains(&format!("\n{name} = ")), "{name}");
+        assert_eq!(option.get_long().unwrap(), name.replace('_', "-"));
+        let meaning = meaning(&option);
+        assert!(!meaning.is_empty(), "{name}");
+        for line in meaning.lines() {
+            assert!(text.contains(format!("\n# {line}").trim_end()), "{name}: {line}");
         }
     }
+    assert!(text.contains("\n# - `own`: the sandboxer's own"), "the lines of a list stay: {text}");
+    assert!(text.contains("\n# Values: text, json\n"), "{text}");
 }
 
 #[test]
@@ -43,11 +50,8 @@ fn every_setting_takes_effect_from_file_and_flag() {
         containerd_root = "/a/root"
         containerd_state = "/a/run"
         containerd_address = "/a/c.sock"
-        containerd_namespace = "other"
-        cgroup_driver = "cgroupfs"
         shim = "runtime"
-        shims = { "io.x.v2" = "/a/shim", "y.v1" = "/b" }
-        shim_env = ["SCHED_CORE=1", "B=x, y=z"]
+        shim_env = ["SCHED_CORE=1", "B=x; y=z"]
         container_record = false
         restrict_oom_score_adj = true
         enable_unprivileged_ports = false
@@ -55,20 +59,25 @@ fn every_setting_takes_effect_from_file_and_flag() {
         enable_selinux = true
         selinux_category_range = 7
         pod_annotations = ["a.example/*", "b"]
-        abandoned_after = 5
         forgotten_interval = 6
         metrics = "unix:///a/m.sock"
         log_level = "trace"
         log_format = "json"
     "#;
     let changed = load(text, &[]).unwrap();
-    let (default, mut flags) = (Config::default(), Vec::new());
-    for setting in SETTINGS {
-        let (was, is) = (setting.show(&default), setting.show(&changed));
-        assert_ne!(was, is, "{} is not in this test", setting.name);
-        flags.push((setting.name, is.trim_matches('"').to_owned()));
+    let (default, mut flags) = (Config::default().values(), Vec::new());
+    for (name, value) in changed.values() {
+        assert_ne!(default.get(&name), Some(&value), "{name} is not in this test");
+        let values = match value {
+            toml::Value::Array(values) => values,
+            value => vec![value],
+        };
+        for value in values {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            flags.push(format!("--{}={value}", name.replace('_', "-")));
+        }
     }
-    let flags: Vec<_> = flags.iter().map(|(n, v)| (*n, v.as_str())).collect();
+    let flags: Vec<_> = flags.iter().map(String::as_str).collect();
     assert_eq!(load("", &flags), Ok(changed.clone()));
     assert_eq!(load(&changed.to_toml(), &[]), Ok(changed));
 }
@@ -83,163 +92,114 @@ fn what_is_shown_parses_back_whatever_characters_it_has() {
 
 #[test]
 fn flags_override_the_file() {
-    let config = load("socket = \"/a/b\"\nabandoned_after = 7", &[("socket", "/c/d")]).unwrap();
-    assert_eq!((config.socket, config.abandoned_after), ("/c/d".into(), Duration::from_secs(7)));
+    let text = "socket = \"/a/b\"\nforgotten_interval = 7\nenable_selinux = true";
+    let config = load(text, &["--socket", "/c/d", "--enable-selinux=false"]).unwrap();
+    assert_eq!((config.socket, config.forgotten_interval), ("/c/d".into(), 7));
+    assert!(!config.enable_selinux);
+    let file = Path::new("c.toml");
+    let client = Config::parse(file, text, &Flags::Socket(Some("/e/f".into()))).unwrap();
+    assert_eq!(client.socket, Path::new("/e/f"));
+    let fault = Config::parse(file, "", &Flags::Socket(Some("/f".into()))).unwrap_err();
+    assert_eq!(fault.to_string(), "--socket: must be in a directory below /");
 }
 
 /// Promise: settings_errors_name_the_place.
 #[test]
 fn errors_name_file_line_and_setting() {
-    assert_eq!(
-        error("\nsocet = 1"),
-        "c.toml:2: socet: unknown setting (`pause-sandboxer config default` prints all)"
-    );
-    assert_eq!(error("socket = 1"), "c.toml:1: socket: invalid value 1: must be an absolute path");
-    assert_eq!(
-        error("\n\nlog_level = \"loud\""),
-        "c.toml:3: log_level: invalid value \"loud\": must be one of off, error, warn, info, \
-         debug, trace"
-    );
-    assert_eq!(
-        error("abandoned_after = -1"),
-        "c.toml:1: abandoned_after: invalid value -1: must be an integer of at least 1, in seconds"
-    );
-    assert_eq!(
-        error("abandoned_after = 0"),
-        "c.toml:1: abandoned_after: invalid value 0: must be an integer of at least 1, in seconds"
-    );
-    assert_eq!(
-        error("pod_annotations = 1"),
-        "c.toml:1: pod_annotations: invalid value 1: must be a list of patterns"
-    );
-    assert_eq!(
-        error("pod_annotations = [\"a\", \"[b\"]"),
-        "c.toml:1: pod_annotations: \"[b\" is not a valid pattern"
-    );
-    assert_eq!(
-        error("restrict_oom_score_adj = \"yes\""),
-        "c.toml:1: restrict_oom_score_adj: invalid value \"yes\": must be true or false"
-    );
-    assert_eq!(
-        error("state_dir = \"run\""),
-        "c.toml:1: state_dir: invalid value \"run\": must be an absolute path"
-    );
-    assert_eq!(
-        error("state_dir = \"/a/../b\""),
-        "c.toml:1: state_dir: invalid value \"/a/../b\": must be an absolute path without \"..\""
-    );
-    assert_eq!(
-        error("[log]\nlevel = 1"),
-        "c.toml:1: log: unknown setting (`pause-sandboxer config default` prints all)"
-    );
-    assert!(error("a = 1\nsocket =").starts_with("c.toml:2: "), "{}", error("a = 1\nsocket ="));
-    assert!(error("log_level = \"info\"\nlog_level = \"info\"").starts_with("c.toml:2: "));
-    assert_eq!(
-        load("", &[("state_dir", "x")]).unwrap_err(),
-        "--state-dir: invalid value \"x\": must be an absolute path"
-    );
-    assert_eq!(
-        load("", &[("x", "x")]).unwrap_err(),
-        "--x: unknown setting (`pause-sandboxer config default` prints all)"
+    for (text, fault) in [
+        ("\nsocet = 1", "c.toml:2: socet: unknown field `socet`, expected one of `socket`, "),
+        ("socket = 1", "c.toml:1: socket: invalid type: integer `1`, expected a string"),
+        ("\n\nlog_level = \"loud\"", "c.toml:3: log_level: unknown variant `loud`, expected "),
+        ("shim = 'none'", "c.toml:1: shim: unknown variant `none`, expected `own` or `runtime`"),
+        ("forgotten_interval = -1", "c.toml:1: forgotten_interval: invalid value: integer `-1`"),
+        ("forgotten_interval = 0", "c.toml:1: forgotten_interval: must be at least 1"),
+        (
+            "\nselinux_category_range = 1",
+            "c.toml:2: selinux_category_range: must be a number from 2 to 1024",
+        ),
+        ("pod_annotations = 1", "c.toml:1: pod_annotations: invalid type: integer `1`, "),
+        (
+            "pod_annotations = [\n\"a\",\n\"[b\"]",
+            "c.toml:1: pod_annotations: \"[b\" is not a valid pattern",
+        ),
+        ("restrict_oom_score_adj = \"yes\"", "c.toml:1: restrict_oom_score_adj: invalid type: "),
+        ("state_dir = \"run\"", "c.toml:1: state_dir: must be an absolute path"),
+        ("state_dir = \"/a/../b\"", "c.toml:1: state_dir: must be an absolute path without "),
+        ("[log]\nlevel = 1", "c.toml:1: log: unknown field `log`, expected one of "),
+        ("containerd_namespace = 'x'", "c.toml:1: containerd_namespace: unknown field "),
+        ("abandoned_after = 1", "c.toml:1: abandoned_after: unknown field "),
+        ("a = 1\nsocket =", "c.toml:2: "),
+        ("log_level = \"info\"\nlog_level = \"info\"", "c.toml:2: "),
+        ("metrics = '0.0.0.0:1'", "c.toml:1: metrics: must be off, unix:///PATH or a loopback "),
+    ] {
+        let said = error(text);
+        assert!(said.starts_with(fault), "{text}: {said}");
+    }
+    let flag = load("", &["--state-dir=x"]).unwrap_err();
+    assert!(
+        flag.starts_with("error: invalid value 'x' for '--state-dir <PATH>': must be an absolute"),
+        "{flag}"
     );
 }
 
 #[test]
 fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
+    let cri = "/run/containerd/io.containerd.grpc.v1.cri";
+    let own = format!("must not be containerd_state nor below {cri}: that is containerd's own");
+    assert_eq!(error(&format!("\nstate_dir = \"{cri}/x\"")), format!("c.toml:2: state_dir: {own}"));
     assert_eq!(
-        error("state_dir = \"/run/containerd/io.containerd.grpc.v1.cri/x\""),
-        "c.toml:1: state_dir: must not be containerd_state nor below \
-         /run/containerd/io.containerd.grpc.v1.cri: that is containerd's own"
+        load("", &[&format!("--state-dir={cri}")]).unwrap_err(),
+        format!("--state-dir: {own}")
     );
-    assert!(
-        error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: ")
+    assert_eq!(
+        error("containerd_state = \"/run/pause-sandboxer\""),
+        "default of state_dir: must not be containerd_state nor below \
+         /run/pause-sandboxer/io.containerd.grpc.v1.cri: that is containerd's own"
     );
-    assert!(
-        error("socket = \"/run/containerd/containerd.sock\"").starts_with("c.toml:1: socket: ")
-    );
-    assert!(error("socket = \"/sock\"").starts_with("c.toml:1: socket: "));
-    assert!(
-        error("socket = \"/a/s\"\nmetrics = \"unix:///a/s.ttrpc\"")
-            .starts_with("c.toml:2: metrics: ")
-    );
-    assert!(
-        error("containerd_namespace = \"a/b\"").starts_with("c.toml:1: containerd_namespace: ")
-    );
-}
-
-/// serde takes a table of one key for an enum, and an untagged enum takes a string for a list.
-#[test]
-fn words_and_lists_are_nothing_else() {
     for (text, fault) in [
-        (
-            "log_format = { json = {} }",
-            "log_format: invalid value { json = {} }: must be one of text, json",
-        ),
-        ("shim = { sandboxer = {} }", "shim: invalid value { sandboxer = {} }: must be one of "),
-        (
-            "cgroup_driver = [\"auto\"]",
-            "cgroup_driver: invalid value [\"auto\"]: must be one of auto, cgroupfs, systemd",
-        ),
-        ("shim_env = \"A=b\"", "shim_env: invalid value \"A=b\": must be a list of NAME=value"),
-        (
-            "pod_annotations = \"a\"",
-            "pod_annotations: invalid value \"a\": must be a list of patterns",
-        ),
+        ("state_dir = \"/x\"\ncontainerd_root = \"/x/\"", "c.toml:1: state_dir: "),
+        ("socket = \"/run/containerd/containerd.sock\"", "c.toml:1: socket: "),
+        ("socket = \"/sock\"", "c.toml:1: socket: "),
+        ("socket = \"/a/s\"\nmetrics = \"unix:///a/s.ttrpc\"", "c.toml:2: metrics: "),
+        ("shim_env = [\"A=b\", \"A=c\"]", "c.toml:1: shim_env: A is set twice"),
     ] {
-        let e = load(text, &[]).unwrap_err();
-        assert!(e.starts_with(&format!("c.toml:1: {fault}")), "{text}: {e}");
+        assert!(error(text).starts_with(fault), "{text}: {}", error(text));
     }
 }
 
 #[test]
-fn errors_of_a_table_name_the_entry() {
+fn variables_are_names_with_values() {
+    for text in ["SCHED_CORE=1", "A=b, c=[d]", "A=", "_B9=x=y", "A=\"é"] {
+        let config = load("", &[&format!("--shim-env={text}")]).unwrap();
+        assert_eq!(config.shim_env.iter().map(ToString::to_string).collect::<Vec<_>>(), [text]);
+        assert_eq!(load(&config.to_toml(), &[]), Ok(config));
+    }
     for (text, fault) in [
-        (
-            "shims = { a = \"/a\", b = 1 }",
-            "shims: \"b\": invalid value 1: must be an absolute path",
-        ),
-        ("shims = { b = \"b\" }", "shims: \"b\": invalid value \"b\": must be an absolute path"),
-        (
-            "shims = { b = \"/a/../b\" }",
-            "shims: \"b\": invalid value \"/a/../b\": must be an absolute path without \"..\"",
-        ),
+        ("A", "\"A\" is not NAME=value"),
+        ("=b", "\"=b\" is not NAME=value"),
+        ("9A=b", "\"9A=b\" is not NAME=value"),
+        ("A B=c", "\"A B=c\" is not NAME=value"),
+        ("A=b\0c", "\"A=b\\0c\" has a control character"),
+        ("NAMESPACE=x", "NAMESPACE is set by the sandboxer"),
     ] {
-        assert_eq!(load(text, &[]).unwrap_err(), format!("c.toml:1: {fault}"), "{text}");
+        assert_eq!(text.parse::<Variable>().unwrap_err(), fault);
     }
-    let flag = load("", &[("shims", "{ b = 'b' }")]).unwrap_err();
-    assert_eq!(flag, "--shims: \"b\": invalid value \"b\": must be an absolute path");
 }
 
 #[test]
-fn patterns_are_plain_words_in_a_flag() {
-    let shown = |text: &str| {
-        load("", &[("pod_annotations", text)]).map(|config| {
-            config
-                .pod_annotations
-                .iter()
-                .map(|pattern| pattern.as_str().to_owned())
-                .collect::<Vec<_>>()
-        })
-    };
-    for (text, patterns) in [
-        ("io.x.*", &["io.x.*"][..]),
-        ("io.x.*, b/?", &["io.x.*", "b/?"]),
-        ("[ab]*", &["[ab]*"]),
-        ("[\"a\", \"b*\"]", &["a", "b*"]),
-        ("[]", &[]),
-        ("", &[]),
-    ] {
-        assert_eq!(shown(text).unwrap(), patterns, "{text}");
-    }
-    assert!(shown("a,[b").unwrap_err().ends_with("\"[b\" is not a valid pattern"));
+fn patterns_are_separated_by_commas_in_a_flag() {
+    let config = load("", &["--pod-annotations=io.x.*,b/?", "--pod-annotations=[ab]*"]).unwrap();
+    let shown: Vec<&str> = config.pod_annotations.iter().map(Pattern::as_str).collect();
+    assert_eq!(shown, ["io.x.*", "b/?", "[ab]*"]);
+    let fault = load("", &["--pod-annotations=a,[b"]).unwrap_err();
+    assert!(fault.ends_with("\"[b\" is not a valid pattern"), "{fault}");
 }
 
 /// Promise: only_root_calls.
 #[test]
 fn metrics_are_for_the_node_alone() {
     for good in ["off", "unix:///a/b", "127.0.0.1:9477", "127.8.9.1:1", "[::1]:9477"] {
-        let config = load("", &[("metrics", good)]).unwrap();
-        assert_eq!(config.metrics.to_string(), good);
+        assert_eq!(good.parse::<Metrics>().unwrap().to_string(), good);
     }
     for bad in [
         "",
@@ -253,53 +213,23 @@ fn metrics_are_for_the_node_alone() {
         "unix://a/b",
         "/a/b",
     ] {
-        let e = load("", &[("metrics", bad)]).unwrap_err();
-        assert!(
-            e.starts_with(&format!(
-                "--metrics: invalid value {bad:?}: must be off, unix:///PATH or "
-            )),
-            "{bad}: {e}"
-        );
+        assert!(bad.parse::<Metrics>().unwrap_err().starts_with("must be "), "{bad}");
     }
 }
 
 #[test]
 fn the_longest_socket_path_fits() {
-    let path = |length: usize| format!("/d/{}", "a".repeat(length - 3));
-    assert!(load("", &[("socket", &path(97))]).is_ok());
-    let e = load("", &[("socket", &path(98))]).unwrap_err();
+    let path = |length: usize| format!("--socket=/d/{}", "a".repeat(length - 3));
+    assert!(load("", &[&path(97)]).is_ok());
     assert_eq!(
-        e,
-        "--socket: must be at most 97 bytes long, to leave room for the ttrpc \
-         socket's name; has 98"
+        load("", &[&path(98)]).unwrap_err(),
+        "--socket: must be at most 97 bytes long, to leave room for the ttrpc socket's name; has 98"
     );
 }
 
 #[test]
 fn a_named_file_must_exist() {
-    let e = Config::load(Some(Path::new("/nowhere/c.toml")), &[]).unwrap_err().to_string();
+    let file = Path::new("/nowhere/c.toml");
+    let e = Config::load(Some(file), &Flags::default()).unwrap_err().to_string();
     assert_eq!(e, "read config file /nowhere/c.toml: No such file or directory (os error 2)");
-}
-
-#[test]
-fn the_shim_is_one_of_two() {
-    for gone in ["sandboxer", "started", "containerd", "none"] {
-        let text = format!("shim = \"{gone}\"");
-        let error = Config::parse(Path::new("c.toml"), &text, &[]).unwrap_err().to_string();
-        assert!(error.contains("must be own or runtime"), "{error}");
-    }
-}
-
-#[test]
-fn the_namespace_of_containerd_is_an_identifier() {
-    let parse = |text: &str| {
-        let flag = ("containerd_namespace".to_owned(), text.to_owned());
-        Config::parse(Path::new("c.toml"), "", &[flag]).map_err(|e| e.to_string())
-    };
-    assert_eq!(parse("A-b_c.9").unwrap().containerd_namespace, "A-b_c.9");
-    assert_eq!(
-        parse("a..b").unwrap_err(),
-        "--containerd-namespace: must be a containerd identifier \
-         (letters and digits joined by single . _ -, at most 76 bytes)"
-    );
 }

@@ -1,267 +1,105 @@
-//! The types of settings: the serde form of each, and the check of its values.
+//! The types of settings that check their values.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Component, Path, PathBuf};
-use std::time::Duration;
+use std::str::FromStr;
 
+use clap::ValueEnum;
 use log::LevelFilter;
-use serde::de::DeserializeOwned;
-use serde::de::value::{Error as FormError, StrDeserializer};
-use serde::{Deserialize, Serialize};
-use serde_json::Value as Json;
-use toml::Spanned;
-use toml::de::{DeValue, ValueDeserializer};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::Pattern;
 
-/// A type of settings.
-pub(super) trait SettingValue: Sized {
-    /// The values that it takes, to follow "must be".
-    const KIND: &'static str;
+/// Variables of the runtime-v2 protocol, which describe the node to a shim: the sandboxer alone
+/// sets them.
+const PROTOCOL: [&str; 4] = ["TTRPC_ADDRESS", "GRPC_ADDRESS", "NAMESPACE", "MAX_SHIM_VERSION"];
 
-    /// The form that serde reads and writes.
-    type Form: DeserializeOwned + Serialize;
-
-    /// Checks a value.
-    ///
-    /// # Errors
-    /// The reason; empty if [`SettingValue::KIND`] is the reason.
-    fn check(form: Self::Form) -> Result<Self, String>;
-
-    /// The value as serde writes it.
-    fn form(&self) -> Self::Form;
-
-    /// Reads a value.
-    ///
-    /// # Errors
-    /// As [`SettingValue::check`].
-    fn parse(value: Spanned<DeValue<'_>>) -> Result<Self, String> {
-        let form = Self::Form::deserialize(ValueDeserializer::from(value));
-        form.map_err(|_| String::new()).and_then(Self::check)
-    }
-
-    /// Reads what a flag says as plain text.
-    ///
-    /// # Errors
-    /// As [`SettingValue::check`].
-    fn from_flag(text: &str) -> Result<Self, String> {
-        word(text).and_then(Self::check)
-    }
-
-    /// The value as TOML, on one line.
-    fn to_toml(&self) -> String {
-        serde_json::to_value(self.form()).as_ref().map_or_else(|_| String::new(), toml)
-    }
-}
-
-/// Deserializes one word. serde also accepts a table with one key as an enum; that is no word.
-fn word<T: DeserializeOwned>(text: &str) -> Result<T, String> {
-    T::deserialize(StrDeserializer::<FormError>::new(text)).map_err(|_| String::new())
-}
-
-/// The values of a table, each checked alone, so that an error names the wrong one.
+/// Parses an absolute path.
 ///
 /// # Errors
-/// The first invalid entry, and the reason.
-fn entries<T: SettingValue<Form = String>>(
-    form: BTreeMap<String, Json>,
-) -> Result<BTreeMap<String, T>, String> {
-    let check = |(name, value): (String, Json)| {
-        let checked = value.as_str().map_or_else(|| Err(String::new()), T::from_flag);
-        match checked {
-            Ok(checked) => Ok((name, checked)),
-            Err(reason) if reason.is_empty() => {
-                Err(format!("{name:?}: invalid value {}: must be {}", toml(&value), T::KIND))
-            }
-            Err(reason) => Err(format!("{name:?}: {reason}")),
-        }
-    };
-    form.into_iter().map(check).collect()
-}
-
-/// JSON as TOML. All escapes of JSON are those of TOML; TOML escapes DEL too.
-fn toml(value: &Json) -> String {
-    match value {
-        Json::Array(values) => {
-            format!("[{}]", values.iter().map(toml).collect::<Vec<_>>().join(", "))
-        }
-        Json::Object(entries) if entries.is_empty() => "{}".to_owned(),
-        Json::Object(entries) => {
-            let entry = |(key, value): (&String, &Json)| {
-                format!("{} = {}", toml(&key.as_str().into()), toml(value))
-            };
-            format!("{{ {} }}", entries.iter().map(entry).collect::<Vec<_>>().join(", "))
-        }
-        plain => plain.to_string().replace('\u{7f}', "\\u007F"),
+/// The reason.
+pub(super) fn absolute_path(text: &str) -> Result<PathBuf, String> {
+    let path = Path::new(text);
+    let above = path.components().any(|part| part == Component::ParentDir);
+    if !path.is_absolute() || above || text.contains(char::is_control) {
+        return Err("must be an absolute path without \"..\" or control characters".to_owned());
     }
+    // Without doubled, trailing or dotted parts, so that paths can be compared.
+    Ok(path.components().collect())
 }
 
-/// A type that serde reads and writes as it is.
-macro_rules! plain {
-    ($type:ty, $kind:literal) => {
-        impl SettingValue for $type {
-            const KIND: &'static str = $kind;
-            type Form = Self;
+/// Reads an absolute path.
+pub(super) fn path<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathBuf, D::Error> {
+    absolute_path(&String::deserialize(deserializer)?).map_err(D::Error::custom)
+}
 
-            fn check(form: Self) -> Result<Self, String> {
-                Ok(form)
-            }
+/// Writes a level as the settings name it.
+pub(super) fn lower_case<S: Serializer>(level: &LevelFilter, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&level.as_str().to_ascii_lowercase())
+}
 
-            fn form(&self) -> Self {
-                self.clone()
+/// serde reads and writes these types as their text.
+macro_rules! as_text {
+    ($($type:ty),+) => {$(
+        impl TryFrom<String> for $type {
+            type Error = String;
+
+            fn try_from(text: String) -> Result<Self, String> {
+                text.parse()
             }
         }
-    };
-}
 
-plain!(String, "a string");
-plain!(bool, "true or false");
-
-/// An enum that serde reads and writes as one word.
-macro_rules! words {
-    ($type:ty, $kind:literal) => {
-        impl SettingValue for $type {
-            const KIND: &'static str = $kind;
-            type Form = String;
-
-            fn check(text: String) -> Result<Self, String> {
-                word(&text)
-            }
-
-            fn form(&self) -> String {
-                let json = serde_json::to_value(self).unwrap_or_default();
-                json.as_str().unwrap_or_default().to_owned()
+        impl From<$type> for String {
+            fn from(value: $type) -> Self {
+                value.to_string()
             }
         }
-    };
+    )+};
 }
 
-words!(CgroupDriver, "one of auto, cgroupfs, systemd");
-words!(LogFormat, "one of text, json");
-words!(ShimOwner, "own or runtime");
+as_text!(Metrics, Pattern, Variable);
 
-impl SettingValue for PathBuf {
-    const KIND: &'static str = "an absolute path";
-    type Form = String;
+/// A variable of the environment.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Variable {
+    /// Its name.
+    pub name: String,
+    /// Its value.
+    pub value: String,
+}
 
-    fn check(text: String) -> Result<Self, String> {
-        let path = Path::new(&text);
-        if !path.is_absolute() || text.contains(char::is_control) {
-            return Err(String::new());
+impl fmt::Display for Variable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.name, self.value)
+    }
+}
+
+impl FromStr for Variable {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let is_name =
+            |name: &str| name.chars().all(word) && name.starts_with(|c: char| !c.is_ascii_digit());
+        let Some((name, value)) = text.split_once('=').filter(|(name, _)| is_name(name)) else {
+            return Err(format!("{text:?} is not NAME=value"));
+        };
+        if value.contains(char::is_control) {
+            return Err(format!("{text:?} has a control character"));
         }
-        if path.components().any(|part| part == Component::ParentDir) {
-            return Err(format!("invalid value {text:?}: must be an absolute path without \"..\""));
+        if PROTOCOL.contains(&name) {
+            return Err(format!("{name} is set by the sandboxer"));
         }
-        // Without doubled, trailing or dotted parts, so that paths can be compared.
-        Ok(path.components().collect())
-    }
-
-    fn form(&self) -> String {
-        self.to_string_lossy().into_owned()
-    }
-}
-
-impl SettingValue for Vec<Pattern> {
-    const KIND: &'static str = "a list of patterns";
-    type Form = Vec<String>;
-
-    fn check(texts: Vec<String>) -> Result<Self, String> {
-        let pattern =
-            |text: &String| text.parse().map_err(|()| format!("{text:?} is not a valid pattern"));
-        texts.iter().map(pattern).collect()
-    }
-
-    fn form(&self) -> Vec<String> {
-        self.iter().map(|pattern| pattern.as_str().to_owned()).collect()
-    }
-
-    /// Separated by commas.
-    fn from_flag(text: &str) -> Result<Self, String> {
-        let words = text.split(',').map(str::trim).filter(|word| !word.is_empty());
-        Self::check(words.map(str::to_owned).collect())
-    }
-}
-
-/// Shims by runtime name.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ShimBinaries(pub BTreeMap<String, PathBuf>);
-
-impl SettingValue for ShimBinaries {
-    const KIND: &'static str = "a table of absolute paths by runtime name";
-    type Form = BTreeMap<String, Json>;
-
-    fn check(form: Self::Form) -> Result<Self, String> {
-        entries(form).map(Self)
-    }
-
-    fn form(&self) -> Self::Form {
-        self.0.iter().map(|(name, path)| (name.clone(), path.form().into())).collect()
-    }
-}
-
-/// A number of MCS categories.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Categories(u32);
-
-impl Categories {
-    /// The number of categories in SELinux's policies, and containerd's default.
-    const MOST: u32 = 1024;
-
-    /// The number; at least two.
-    pub fn get(self) -> u32 {
-        self.0
-    }
-}
-
-impl Default for Categories {
-    fn default() -> Self {
-        Self(Self::MOST)
-    }
-}
-
-impl SettingValue for Categories {
-    const KIND: &'static str = "a number from 2 to 1024";
-    type Form = u32;
-
-    fn check(number: u32) -> Result<Self, String> {
-        if (2..=Self::MOST).contains(&number) { Ok(Self(number)) } else { Err(String::new()) }
-    }
-
-    fn form(&self) -> u32 {
-        self.0
-    }
-}
-
-impl SettingValue for Duration {
-    const KIND: &'static str = "an integer of at least 1, in seconds";
-    type Form = u32;
-
-    fn check(seconds: u32) -> Result<Self, String> {
-        if seconds == 0 { Err(String::new()) } else { Ok(Self::from_secs(seconds.into())) }
-    }
-
-    fn form(&self) -> u32 {
-        self.as_secs().try_into().unwrap_or(u32::MAX)
-    }
-}
-
-impl SettingValue for LevelFilter {
-    const KIND: &'static str = "one of off, error, warn, info, debug, trace";
-    type Form = String;
-
-    fn check(text: String) -> Result<Self, String> {
-        text.parse().map_err(|_| String::new())
-    }
-
-    fn form(&self) -> String {
-        self.as_str().to_ascii_lowercase()
+        Ok(Self { name: name.to_owned(), value: value.to_owned() })
     }
 }
 
 /// Where the daemon serves its metrics.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum Metrics {
     /// Nowhere.
     Off,
@@ -281,44 +119,27 @@ impl fmt::Display for Metrics {
     }
 }
 
-impl SettingValue for Metrics {
-    const KIND: &'static str = "off, unix:///PATH or a loopback address with its port";
-    type Form = String;
+impl FromStr for Metrics {
+    type Err = String;
 
-    fn check(text: String) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, String> {
         if text == "off" {
             return Ok(Self::Off);
         }
         if let Some(path) = text.strip_prefix("unix://") {
-            return PathBuf::check(path.to_owned()).map(Self::Unix).map_err(|_| String::new());
+            return absolute_path(path).map(Self::Unix);
         }
         match text.parse::<SocketAddr>() {
             Ok(address) if address.ip().is_loopback() && address.port() != 0 => {
                 Ok(Self::Tcp(address))
             }
-            _ => Err(String::new()),
+            _ => Err("must be off, unix:///PATH or a loopback address with its port".to_owned()),
         }
     }
-
-    fn form(&self) -> String {
-        self.to_string()
-    }
-}
-
-/// The driver that creates the pods' cgroups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CgroupDriver {
-    /// By the form of `cgroup_parent`: a name that ends in `.slice` means systemd.
-    Auto,
-    /// Directories of the cgroup file system.
-    Cgroupfs,
-    /// Transient scopes, requested from systemd over D-Bus.
-    Systemd,
 }
 
 /// Form of a logged line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
     /// Time, level, message and `key=value` fields.
@@ -328,11 +149,11 @@ pub enum LogFormat {
 }
 
 /// Which shim serves a pod's containers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum ShimOwner {
-    /// The sandboxer's own, where that fits.
+    /// The sandboxer's own shim where that fits.
     Own,
-    /// The runtime's.
+    /// The runtime's shim.
     Runtime,
 }

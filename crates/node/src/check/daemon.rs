@@ -8,7 +8,7 @@ use nix::sys::statfs::{self, FsType};
 
 use super::Finding;
 use crate::client::NO_RESPONSE_ADVICE;
-use base::config::Config;
+use base::config::{CONTAINERD_NAMESPACE, Config};
 use containerd_api::SandboxStore;
 
 /// Examines the state directory and the socket.
@@ -80,10 +80,8 @@ async fn socket(config: &Config) -> Finding {
     const SUBJECT: &str = "daemon";
     let shown = config.socket.display();
     // A daemon responds once it has recovered its pods.
-    let daemon = SandboxStore {
-        address: config.socket.clone(),
-        namespace: config.containerd_namespace.clone(),
-    };
+    let daemon =
+        SandboxStore { address: config.socket.clone(), namespace: CONTAINERD_NAMESPACE.to_owned() };
     let start = "start it: systemctl start pause-sandboxer, or pause-sandboxer serve";
     let Err(step) = daemon.responds().await else {
         return Finding::ok(SUBJECT, format!("answers on {shown}"));

@@ -47,7 +47,7 @@ fn differing(config: &Config, merged: &Table, handler: &Table) -> Vec<(&'static 
     let missing = shared::missing_variables(merged, config);
     if !missing.is_empty() {
         let name = |variable: &str| variable.split('=').next().unwrap_or_default().to_owned();
-        let mut variables: Vec<String> = config.shim_env.lines().collect();
+        let mut variables: Vec<String> = config.shim_env.iter().map(ToString::to_string).collect();
         variables.retain(|set| !missing.iter().any(|new| name(new) == name(set)));
         variables.extend(missing);
         found.push(("shim_env", Value::from(variables)));
@@ -58,20 +58,21 @@ fn differing(config: &Config, merged: &Table, handler: &Table) -> Vec<(&'static 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use base::config::Flags;
 
     fn adopted(text: &str, merged: &str, handler: &str) -> String {
-        let config = Config::parse(Path::new("c.toml"), text, &[]).unwrap();
+        let config = Config::parse(Path::new("c.toml"), text, &Flags::default()).unwrap();
         let [merged, handler] = [merged, handler].map(|text| text.parse::<Table>().unwrap());
         let made = adopt(text, &config, &merged, &handler).unwrap();
         // It differs in nothing then.
-        let config = Config::parse(Path::new("c.toml"), &made, &[]).unwrap();
+        let config = Config::parse(Path::new("c.toml"), &made, &Flags::default()).unwrap();
         assert_eq!(adopt(&made, &config, &merged, &handler).unwrap(), made);
         made
     }
 
     #[test]
     fn only_what_differs_is_written() {
-        let mine = "# mine\nlog_level = \"debug\"\n[shims]\n\"a.b.v1\" = \"/x\"\n";
+        let mine = "# mine\nlog_level = \"debug\"\nlog_format = \"json\"\n";
         assert_eq!(adopted(mine, "root = '/var/lib/containerd'", ""), mine);
         let merged = "root = '/r'\nstate = ''\n[plugins.'io.containerd.cri.v1.runtime']\n\
             enable_selinux = true\nselinux_category_range = 512\n\

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::pod::PROGRAM_NAME;
 use crate::oci_image;
-use base::config::Config;
+use base::config::{CONTAINERD_NAMESPACE, Config};
 use base::error::{IoContext as _, StepError};
 use containerd_api::{GrpcEndpoint, images};
 
@@ -19,7 +19,7 @@ pub(super) fn unique_name() -> Result<String, StepError> {
 }
 
 fn endpoint(config: &Config) -> GrpcEndpoint {
-    GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace)
+    GrpcEndpoint::new(&config.containerd_address, CONTAINERD_NAMESPACE)
 }
 
 /// Imports an image of this name with the program, of a config that no other has.

@@ -8,7 +8,7 @@ use protobuf::MessageField;
 
 use super::SelftestError;
 use crate::shell_command;
-use base::config::{CRI_PLUGIN_DIR, Config};
+use base::config::{CONTAINERD_NAMESPACE, CRI_PLUGIN_DIR, Config};
 use base::error::{IoContext as _, StepError, StepErrors, gone};
 use containerd_api::cri::CriClient;
 use containerd_api::protos::cri::{
@@ -240,9 +240,9 @@ impl TestPod {
             }
             let tasks = Path::new("io.containerd.runtime.v2.task");
             for directory in [
-                config.containerd_root.join(tasks).join(&config.containerd_namespace),
-                config.containerd_state.join(tasks).join(&config.containerd_namespace),
-                self.plan.runc_root.join(&config.containerd_namespace),
+                config.containerd_root.join(tasks).join(CONTAINERD_NAMESPACE),
+                config.containerd_state.join(tasks).join(CONTAINERD_NAMESPACE),
+                self.plan.runc_root.join(CONTAINERD_NAMESPACE),
                 config.records(),
             ] {
                 paths.push(directory.join(id));

@@ -42,7 +42,7 @@ pub(crate) fn differences(merged: &Table, config: &Config) -> Vec<Difference> {
     let range = set(RANGE).and_then(Value::as_integer).filter(|range| *range > 0).unwrap_or(1024);
     let is_labelled =
         config.enable_selinux || set("enable_selinux").and_then(Value::as_bool).unwrap_or(false);
-    let ours = i64::from(config.selinux_category_range.get());
+    let ours = i64::from(config.selinux_category_range);
     let range = difference(RANGE, range.into(), ours.into()).filter(|_| is_labelled);
     switches.chain(range).collect()
 }
@@ -62,7 +62,7 @@ pub(crate) fn annotations(handler: &Table, config: &Config) -> Option<Difference
 pub(crate) fn missing_variables(merged: &Table, config: &Config) -> Vec<String> {
     let manager = merged.get("plugins").and_then(|plugins| plugins.get(MANAGER));
     let listed = manager.and_then(|manager| manager.get("env")).and_then(Value::as_array);
-    let ours: Vec<String> = config.shim_env.lines().collect();
+    let ours: Vec<String> = config.shim_env.iter().map(ToString::to_string).collect();
     let mut theirs: Vec<String> = listed
         .into_iter()
         .flatten()
@@ -80,7 +80,9 @@ mod tests {
     fn missing_variables_are_reported() {
         let of = |text: &str, ours: &str| {
             let file = std::path::Path::new("c.toml");
-            let config = Config::parse(file, &format!("shim_env = {ours}"), &[]).unwrap();
+            let config =
+                Config::parse(file, &format!("shim_env = {ours}"), &base::config::Flags::default())
+                    .unwrap();
             missing_variables(&toml::from_str(text).unwrap(), &config)
         };
         let manager = "[plugins.'io.containerd.shim.v1.manager']\nenv = ['SCHED_CORE=1', 'A=b']";
