@@ -8,11 +8,12 @@
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::SystemTime;
 
+use env_filter::Filter;
 use log::kv::{Key, VisitSource};
 use log::{Level, LevelFilter, Log, Metadata, Record};
+use parking_lot::RwLock;
 use serde_json::{Map, Value};
 
 use crate::config::{Config, LogFormat};
@@ -40,103 +41,58 @@ static LOGGER: OnceLock<Logger> = OnceLock::new();
 /// # Errors
 /// The environment variable holds no level, or logging has begun already.
 pub fn init(config: &Config) -> Result<(), String> {
-    let directives = match std::env::var(LEVEL_VARIABLE) {
-        Ok(text) => {
-            Directives::parse(&text).map_err(|reason| format!("{LEVEL_VARIABLE}: {reason}"))?
-        }
-        Err(_) => Directives::default(),
-    };
-    let logger = LOGGER.get_or_init(|| Logger {
-        format: config.log_format,
-        directives,
-        level: AtomicU8::new(0),
-    });
-    log::set_logger(logger).map_err(|e| e.to_string())?;
-    set_level(config.log_level);
-    Ok(())
+    let variable = std::env::var(LEVEL_VARIABLE).ok();
+    let filter = filter(config.log_level, variable.as_deref())
+        .map_err(|reason| format!("{LEVEL_VARIABLE}: {reason}"))?;
+    log::set_max_level(filter.filter());
+    let filter = RwLock::new(filter);
+    let logger = LOGGER.get_or_init(|| Logger { format: config.log_format, variable, filter });
+    log::set_logger(logger).map_err(|e| e.to_string())
 }
 
 /// Changes the level of the daemon's own messages; what the environment overrides stays.
 pub fn set_level(level: LevelFilter) {
-    if let Some(logger) = LOGGER.get() {
-        logger.level.store(level as u8, Ordering::Relaxed);
-        log::set_max_level(logger.directives.most(level));
+    // The variable was valid when logging began.
+    if let Some(logger) = LOGGER.get()
+        && let Ok(filter) = filter(level, logger.variable.as_deref())
+    {
+        log::set_max_level(filter.filter());
+        *logger.filter.write() = filter;
     }
 }
 
-/// What the environment says of levels.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Directives {
-    default: Option<LevelFilter>,
-    /// Longest target first, so that the first that fits is the closest.
-    targets: Vec<(String, LevelFilter)>,
-}
-
-impl Directives {
-    fn parse(text: &str) -> Result<Self, String> {
-        let mut directives = Self::default();
-        for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
-            let (target, level) =
-                part.split_once('=').map_or((None, part), |(target, level)| (Some(target), level));
-            let level = level.parse().map_err(|_| {
-                format!("{level:?} is not a level (off, error, warn, info, debug, trace)")
-            })?;
-            match target {
-                None => directives.default = Some(level),
-                Some(target) => directives.targets.push((target.to_owned(), level)),
-            }
-        }
-        directives.targets.sort_by_key(|(target, _)| std::cmp::Reverse(target.len()));
-        Ok(directives)
+/// The levels of all targets when `own` is the configured one and `variable` is what the
+/// environment says. A level without a target replaces all others.
+fn filter(own: LevelFilter, variable: Option<&str>) -> Result<Filter, String> {
+    let text = variable.unwrap_or_default();
+    let parts = text.split(',').map(str::trim);
+    let mut has_default = false;
+    for level in parts.filter(|part| !part.is_empty() && !part.contains('=')) {
+        level.parse::<LevelFilter>().map_err(|_| {
+            format!("{level:?} is not a level (off, error, warn, info, debug, trace)")
+        })?;
+        has_default = true;
     }
-
-    /// The level of `target` when `own` is the configured one.
-    fn level(&self, target: &str, own: LevelFilter) -> LevelFilter {
-        if let Some((_, level)) = self.targets.iter().find(|(of, _)| within(target, of)) {
-            return *level;
-        }
-        self.default.unwrap_or(if within(target, OWN_TARGET) {
-            own
-        } else if within(target, SILENT_TARGET) {
-            LevelFilter::Off
-        } else {
-            FOREIGN_LEVEL.min(own)
-        })
+    let mut builder = env_filter::Builder::new();
+    if !has_default {
+        builder
+            .filter_level(FOREIGN_LEVEL.min(own))
+            .filter_module(OWN_TARGET, own)
+            .filter_module(SILENT_TARGET, LevelFilter::Off);
     }
-
-    /// The most verbose level of any target when `own` is the configured one.
-    fn most(&self, own: LevelFilter) -> LevelFilter {
-        self.targets
-            .iter()
-            .map(|(_, level)| *level)
-            .chain([self.default.unwrap_or(own)])
-            .max()
-            .unwrap_or(own)
-    }
-}
-
-/// Whether module path `target` is `of` or below it.
-fn within(target: &str, of: &str) -> bool {
-    target.strip_prefix(of).is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+    Ok(builder.try_parse(text).map_err(|e| e.to_string())?.build())
 }
 
 struct Logger {
     format: LogFormat,
-    directives: Directives,
-    /// The configured level, as its number.
-    level: AtomicU8,
-}
-
-impl Logger {
-    fn own_level(&self) -> LevelFilter {
-        let number = usize::from(self.level.load(Ordering::Relaxed));
-        LevelFilter::iter().nth(number).unwrap_or(LevelFilter::Info)
-    }
+    /// The environment variable.
+    variable: Option<String>,
+    filter: RwLock<Filter>,
 }
 
 impl Log for Logger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.level() <= self.directives.level(metadata.target(), self.own_level())
+        self.filter.read().enabled(metadata)
     }
 
     fn log(&self, record: &Record<'_>) {
@@ -397,27 +353,30 @@ mod tests {
 
     #[test]
     fn levels_of_own_and_other_crates() {
+        let level = |filter: &Filter, target: &str| {
+            let shown = |level: &Level| {
+                filter.enabled(&Metadata::builder().target(target).level(*level).build())
+            };
+            Level::iter().filter(shown).last().map_or(LevelFilter::Off, |l| l.to_level_filter())
+        };
         use LevelFilter::{Debug, Error, Info, Off, Trace, Warn};
-        let none = Directives::default();
-        assert_eq!(none.level("pause_sandboxer::wire", Debug), Debug);
-        assert_eq!(none.level("pause_sandboxerx", Debug), Warn);
-        assert_eq!(none.level("h2", Error), Error);
-        assert_eq!(none.level("ttrpc::asynchronous", Debug), Off);
-        assert_eq!(none.most(Debug), Debug);
-        let some = Directives::parse("info, h2=trace,pause_sandboxer::wire=debug,").unwrap();
-        assert_eq!(some.level("pause_sandboxer", Error), Info);
-        assert_eq!(some.level("pause_sandboxer::wire::peer", Error), Debug);
-        assert_eq!(some.level("h2::codec", Error), Trace);
-        assert_eq!(some.most(Error), Trace);
-        assert_eq!(some.level("ttrpc", Error), Info);
-        assert!(Directives::parse("loud").unwrap_err().contains("\"loud\" is not a level"));
-        assert!(Directives::parse("a=").is_err());
-    }
-
-    #[test]
-    fn level_numbers_name_their_levels() {
-        for level in LevelFilter::iter() {
-            assert_eq!(LevelFilter::iter().nth(level as usize), Some(level));
-        }
+        let none = filter(Debug, None).unwrap();
+        assert_eq!(level(&none, "pause_sandboxer::wire"), Debug);
+        assert_eq!(level(&none, "h2"), Warn);
+        assert_eq!(level(&none, "ttrpc::asynchronous"), Off);
+        assert_eq!(level(&filter(Error, Some("")).unwrap(), "h2"), Error);
+        assert_eq!(none.filter(), Debug);
+        let variable = "info, h2=trace,pause_sandboxer::wire=debug,";
+        let some = filter(Error, Some(variable)).unwrap();
+        assert_eq!(level(&some, "pause_sandboxer"), Info);
+        assert_eq!(level(&some, "pause_sandboxer::wire::peer"), Debug);
+        assert_eq!(level(&some, "h2::codec"), Trace);
+        assert_eq!(some.filter(), Trace);
+        assert_eq!(level(&some, "ttrpc"), Info);
+        let one = filter(Warn, Some("h2=debug")).unwrap();
+        assert_eq!((level(&one, "h2"), level(&one, "pause_sandboxer")), (Debug, Warn));
+        let fault = |text: &str| filter(Info, Some(text)).err().unwrap();
+        assert!(fault("h2=info,loud").contains("\"loud\" is not a level"));
+        assert!(fault("a=loud").contains("loud"));
     }
 }
