@@ -12,6 +12,7 @@ use kit::grpc::{self, Status};
 use kit::{Handler, Node, Pod, PodSpec, until};
 use tokio::task::JoinSet;
 
+use crate::endpoint::RUNTIME_SHIM;
 use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
 use crate::standalone::Standalone;
@@ -47,15 +48,9 @@ pub(crate) fn cases() -> Vec<Case> {
 
 /// A daemon whose shim's `delete` takes its time.
 async fn with_slow_deletions(seconds: u32) -> Result<Standalone> {
-    let standalone = Standalone::new("")?;
-    let shim = standalone.path("shim");
+    let standalone = Standalone::new("shim = \"runtime\"\n")?;
+    let shim = standalone.path("programs").join(RUNTIME_SHIM);
     kit::write_program(&shim, format!("#!/bin/sh\nexec sleep {seconds}\n").as_bytes())?;
-    let config = standalone.path("config.toml");
-    let settings = fs::read_to_string(&config)?;
-    fs::write(
-        &config,
-        format!("{settings}shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n", shim.display()),
-    )?;
     standalone.start().await?;
     Ok(standalone)
 }

@@ -2,6 +2,7 @@
 //! serves there.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,17 +16,22 @@ use ttrpc::proto::Request;
 
 use crate::standalone::Standalone;
 
+/// Name of the runtime's shim.
+pub(crate) const RUNTIME_SHIM: &str = "containerd-shim-runc-v2";
+
 /// How long a caller waits for a shim.
 const CALL_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The setting by which a standalone daemon has a shim to launch.
-pub(crate) fn settings() -> Result<String> {
+/// A standalone daemon that has a shim to launch.
+pub(crate) fn with_shim() -> Result<Standalone> {
     if kit::shim::setting() == "own" {
         kit::shim::prepare(Path::new(crate::harness::binary()))?;
-        return Ok("shim = \"own\"\n".to_owned());
+        return Standalone::new("shim = \"own\"\n");
     }
-    let shim = kit::Parts::get()?.program("containerd-shim-runc-v2");
-    Ok(format!("shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n", shim.display()))
+    let standalone = Standalone::new("shim = \"runtime\"\n")?;
+    let shim = kit::Parts::get()?.program(RUNTIME_SHIM);
+    symlink(shim, standalone.path("programs").join(RUNTIME_SHIM))?;
+    Ok(standalone)
 }
 
 /// The shims of the daemon's sandboxes.

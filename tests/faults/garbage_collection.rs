@@ -19,7 +19,6 @@ use crate::standalone::Standalone;
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = alone![
-        created_and_never_started,
         directories_and_mounts_without_a_record,
         pauses_without_a_record,
         pauses_of_other_daemons_stay
@@ -67,38 +66,6 @@ async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
     ensure!(record(kept.id()).exists(), "a pod that containerd knows was removed");
     home.clear()?;
     kept.remove().await
-}
-
-/// Also when the daemon is restarted meanwhile.
-///
-/// Promise: orphans_are_removed.
-async fn created_and_never_started() -> Result<()> {
-    let standalone = Standalone::new("abandoned_after = 2\n")?;
-    standalone.start().await?;
-    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
-    let (first, second, started) =
-        (standalone.id("first"), standalone.id("second"), standalone.id("started"));
-    shape.create(&controller, &first).await?;
-    shape.run(&controller, &started).await?;
-    let gone = async |id: &str| {
-        until("it is given up", Duration::from_secs(10), async || {
-            let status = controller.status(id, false).await;
-            ensure!(
-                status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND),
-                "{status:?}"
-            );
-            Ok(())
-        })
-        .await
-    };
-    gone(&first).await?;
-    shape.create(&controller, &second).await?;
-    standalone.kill()?;
-    standalone.start().await?;
-    gone(&second).await?;
-    is_whole(&standalone, &controller, &started).await?;
-    remove(&controller, &started).await?;
-    standalone.nothing_left().await
 }
 
 /// Directories of sandboxes in which there is no record: empty, with a stage, with shared memory

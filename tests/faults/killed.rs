@@ -133,7 +133,7 @@ async fn killed_in_the_cleanup_after_an_exit() -> Result<()> {
 
 /// Promise: killed_shim_leaves_nothing.
 async fn killed_in_the_launch_of_a_shim() -> Result<()> {
-    let standalone = Standalone::new(&endpoint::settings()?)?;
+    let standalone = endpoint::with_shim()?;
     standalone.start().await?;
     let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::Launch).await?;
     for needed in [
@@ -155,7 +155,7 @@ async fn killed_in_the_launch_of_a_shim() -> Result<()> {
 }
 
 async fn killed_in_the_end_of_a_shim() -> Result<()> {
-    let standalone = Standalone::new(&endpoint::settings()?)?;
+    let standalone = endpoint::with_shim()?;
     standalone.start().await?;
     let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::ShimEnd).await?;
     for needed in ["waitid", "/shims/", "shim.json", "record.json"] {

@@ -39,7 +39,7 @@ impl Standalone {
         let name =
             format!("{PREFIX}{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let dir = std::env::temp_dir().join(&name);
-        for below in ["state", "root", "run"] {
+        for below in ["state", "root", "run", "programs"] {
             fs::create_dir_all(dir.join(below))?;
         }
         let top = dir.display();
@@ -114,8 +114,14 @@ impl Standalone {
     }
 
     pub(crate) fn command(&self) -> Command {
+        let path = std::env::var("PATH").unwrap_or_default();
         let mut command = Command::new(binary());
-        command.arg("serve").arg("--config").arg(self.path("config.toml"));
+        command
+            .arg("serve")
+            .arg("--config")
+            .arg(self.path("config.toml"))
+            // Shims of the test go before those of the machine.
+            .env("PATH", format!("{}:{path}", self.path("programs").display()));
         command
     }
 
@@ -178,6 +184,7 @@ impl Standalone {
     pub(crate) fn spawn_with(&self, injections: &[&str]) -> Result<()> {
         let (mut command, own) = (crate::strace::strace(injections), self.command());
         command.arg("-D").arg(own.get_program()).args(own.get_args());
+        command.envs(own.get_envs().filter_map(|(name, value)| Some((name, value?))));
         self.spawn(command)
     }
 

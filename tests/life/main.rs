@@ -232,6 +232,30 @@ async fn a_sandbox_that_is_never_started_is_removed() {
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
+/// The time runs from Create, whichever daemon keeps it; a started sandbox stays.
+///
+/// Promise: orphans_are_removed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sandbox_that_is_never_started_is_removed_by_a_later_daemon() {
+    let node = Node::new();
+    let first = node.controller().await;
+    for id in ["created", "started"] {
+        first.create(request(id)).await.unwrap();
+    }
+    first.start("started").await.unwrap();
+    first.drain().await;
+    drop(first);
+    let mut config = node.config();
+    config.abandoned_after = Duration::from_secs(1);
+    let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
+    let later = Controller::open(Arc::new(environment)).await.unwrap();
+    soon("the removal", async || later.status("created", false).await.is_err().then_some(())).await;
+    assert_eq!(later.status("started", false).await.unwrap().state, "SANDBOX_READY");
+    later.stop("started").await.unwrap();
+    later.shutdown("started").await.unwrap();
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
 /// Promise: invalid_request_names_the_field.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bad_requests_name_the_field_and_leave_nothing() {

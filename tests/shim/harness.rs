@@ -21,7 +21,6 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 pub(crate) const SHIM_ENV: &str = r#"shim_env = ["KIT_VARIABLE=set"]"#;
 
 /// The runtime of all pods.
-const RUNC: &str = "io.containerd.runc.v2";
 
 /// Who starts the pods' shims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,27 +58,29 @@ impl Harness {
         fs::write(&shim, script)?;
         fs::set_permissions(&shim, fs::Permissions::from_mode(0o755))?;
         fs::write(&order, "good")?;
-        let (sandboxer, environment, shims) = match kind {
+        let (sandboxer, environment) = match kind {
             // A script cannot be executed by a descriptor: this program is, and becomes the script.
             Kind::Own => {
                 let copy = dir.path().join("pause-sandboxer");
                 fs::copy(&sandboxer, &copy)?;
                 symlink(std::env::current_exe()?, copy.with_file_name(kit::shim::NAME))?;
                 let script = format!(r#", "{}={}"]"#, crate::proxy::SCRIPT, shim.display());
-                (copy, SHIM_ENV.replace(']', &script), String::new())
+                (copy, SHIM_ENV.replace(']', &script))
             }
-            _ => {
-                let shims = format!("shims = {{ {RUNC:?} = {:?} }}\n", shim.display().to_string());
-                (sandboxer, SHIM_ENV.to_owned(), shims)
-            }
+            _ => (sandboxer, SHIM_ENV.to_owned()),
         };
         let node = Node::start(Options {
             sandboxer: Some(sandboxer),
-            sandboxer_config: format!("{shims}{environment}\n{}", kind.setting()),
+            sandboxer_config: format!("{environment}\n{}", kind.setting()),
             containerd_config: crate::refused::HANDLERS.to_owned(),
             ..Options::default()
         })
         .await?;
+        let programs = node.layout().sandboxer_programs();
+        fs::create_dir_all(&programs)?;
+        if kind != Kind::Own {
+            symlink(&shim, programs.join("containerd-shim-runc-v2"))?;
+        }
         node.start_sandboxer().await?;
         let harness = Self { node, kind, order, dir };
         // containerd makes directories of its own with the first container, and the pod network

@@ -56,6 +56,11 @@ impl Layout {
         self.top.join("sandboxer")
     }
 
+    /// Directory of programs that the sandboxer finds before those of its PATH; it need not exist.
+    pub fn sandboxer_programs(&self) -> PathBuf {
+        self.top.join("programs")
+    }
+
     /// The sandboxer's config file.
     pub fn sandboxer_config(&self) -> PathBuf {
         self.top.join("sandboxer.toml")

@@ -333,8 +333,13 @@ impl Node {
     pub fn sandboxer_command(&self) -> Result<Command> {
         let binary =
             self.options.sandboxer.as_ref().context("this node was made without a sandboxer")?;
+        let path = std::env::var("PATH").unwrap_or_default();
         let mut command = Command::new(binary);
-        command.arg("serve").arg("--config").arg(self.layout.sandboxer_config());
+        command
+            .arg("serve")
+            .arg("--config")
+            .arg(self.layout.sandboxer_config())
+            .env("PATH", format!("{}:{path}", self.layout.sandboxer_programs().display()));
         Ok(command)
     }
 
