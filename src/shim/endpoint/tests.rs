@@ -102,11 +102,12 @@ async fn a_pod_whose_shim_has_died_is_removed_on_a_full_file_system() {
     let script =
         format!("#!/bin/sh\nexec /bin/cat options.json config.json >{}\n", found.display());
     kit::write_program(&binary, script.as_bytes()).unwrap();
+    let name = binary.to_str().unwrap().to_owned();
     let (shims, _) = make_endpoint_with(full.path(), binary);
     let options = Options { root: "/r".to_owned(), ..Default::default() };
     let value = options.write_to_bytes().unwrap();
     let options = Some(any("containerd.runc.v1.Options", value));
-    let runtime = Runtime { options, ..Runtime::default() };
+    let runtime = Runtime { name, options, ..Runtime::default() };
     let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
     endpoint.shim.bundle().make_bundle("pod").unwrap();
     let bundle =

@@ -68,6 +68,6 @@ mod tests {
     #[test]
     fn a_setting_of_the_node_goes_before_that_of_all() {
         assert_eq!(setting_with("a = 1\nshim = \"runtime\"\n"), "runtime");
-        assert_eq!(setting_with("shims = { a = \"/b\" }\n"), setting());
+        assert_eq!(setting_with("shim_env = []\n"), setting());
     }
 }
