@@ -153,7 +153,8 @@ pub struct Config {
     pub metrics: Metrics,
     /// Minimum level of log messages. The environment variable PAUSE_SANDBOXER_LOG overrides it.
     #[arg(long, value_name = "LEVEL", verbatim_doc_comment)]
-    #[arg(value_parser = PossibleValuesParser::new(LEVELS).try_map(|text| text.parse::<LevelFilter>()))]
+    #[arg(value_parser =
+        PossibleValuesParser::new(LEVELS).try_map(|text| text.parse::<LevelFilter>()))]
     #[serde(serialize_with = "lower_case")]
     pub log_level: LevelFilter,
     /// Format of log lines, which are written to standard error.

@@ -55,7 +55,8 @@ metrics = "unix:///a/m.sock"
 log_level = "trace"
 log_format = "json"
 "#;
-    let flags = "\0--socket=/b/s.sock\0--metrics=[::1]:9477\0--pod-annotations=*,a\0--log-level=off";
+    let flags = "\0--socket=/b/s.sock\0--metrics=[::1]:9477\0--pod-annotations=*,a\0\
+        --log-level=off";
     let mut seeds: Seeds = vec![
         ("default".into(), default()),
         ("file".into(), file.into()),
