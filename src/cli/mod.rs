@@ -398,7 +398,7 @@ mod tests {
             ("inspect a b", "'b'"),
             ("list -o yaml", "possible values: text, json"),
             ("stats --interval 0", "0 is not in 1.."),
-            ("disable -o json", "--dry-run"),
+            ("disable -o json", "unexpected argument '-o'"),
         ] {
             let error = parsed(line).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{line}");
