@@ -109,27 +109,27 @@ pub struct Config {
     /// sandboxer's own shim serves (`shim`). When it is turned off, existing pods keep their
     /// records; when it is turned on, they get theirs with their shim.
     #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
-    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(num_args = 0..=1, default_missing_value = "true")]
     pub container_record: bool,
     /// Do not lower `oom_score_adj` below the daemon's own. Same as containerd's setting of this
     /// name; required if the daemon lacks CAP_SYS_RESOURCE.
     #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
-    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(num_args = 0..=1, default_missing_value = "true")]
     pub restrict_oom_score_adj: bool,
     /// Pods with their own network namespace can bind ports below 1024 without a capability. Same
     /// as containerd's setting of this name.
     #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
-    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(num_args = 0..=1, default_missing_value = "true")]
     pub enable_unprivileged_ports: bool,
     /// Pods with their own network namespace can send ICMP echo requests without a capability. Same
     /// as containerd's setting of this name.
     #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
-    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(num_args = 0..=1, default_missing_value = "true")]
     pub enable_unprivileged_icmp: bool,
     /// Set SELinux labels on pods, if SELinux is enabled. Same as containerd's setting of this
     /// name.
     #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
-    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(num_args = 0..=1, default_missing_value = "true")]
     pub enable_selinux: bool,
     /// The MCS levels of pods use categories below this number, from 2 to 1024. Same as
     /// containerd's setting of this name.
