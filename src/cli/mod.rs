@@ -90,11 +90,10 @@ pub enum Command {
     Enable(Enable),
     /// Remove this sandboxer from containerd's config; fails while pods use its handler
     ///
-    /// With --dry-run --output json it prints an object for scripts: containerd_config, drop_in
-    /// (the file of `enable`, which need not exist), changes (the files that it would write or
-    /// remove), handlers (of this sandboxer in containerd's config), stale_handlers (those that
-    /// containerd has loaded and that its config no longer defines; null if CRI does not respond),
-    /// unread_files (files of the config that were written after containerd's start) and diff.
+    /// With --check it changes nothing and prints a line for each thing that needs the sandboxer.
+    /// A line begins with its kind: `default` (its handler is containerd's default), `unread`
+    /// (containerd has not read a change of its config), `pod`, and `config` (what `disable` would
+    /// remove, which no pod needs). The exit status is 75 for `default` and `pod`.
     Disable(Disable),
     /// Run a test pod with this handler and one with the default handler; remove both
     ///

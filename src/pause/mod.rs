@@ -124,7 +124,7 @@ impl Plan {
 /// Makes, adopts and cleans up pause processes. Its methods block and are called off the runtime's
 /// workers.
 pub trait Driver: Send + Sync + fmt::Debug {
-    /// The driver's name in config, record and metrics.
+    /// The driver's name in lists and metrics.
     fn name(&self) -> &'static str;
 
     /// Makes the cgroup and the process of a sandbox.
@@ -149,9 +149,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    fn kill_orphans(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
-        Ok(())
-    }
+    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>>;
 }
 
 #[cfg(test)]

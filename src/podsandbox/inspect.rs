@@ -1,4 +1,4 @@
-//! Summary and report of a sandbox, for `pause-sandboxer list`, `top` and `inspect`.
+//! Summary and report of a sandbox, for `pause-sandboxer list`, `stats` and `inspect`.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -57,7 +57,7 @@ pub struct SandboxSummary {
     /// What the pod uses; `None` if it was not requested or is unknown.
     pub usage: Option<Usage>,
     /// Memory that the pod's shim has for itself, bytes; `None` if it was not requested, the pod
-    /// has no shim, or containerd watches the shim.
+    /// has no shim, or it cannot be read.
     pub shim_memory: Option<u64>,
 }
 

@@ -19,12 +19,8 @@
 //! - annotation `podsandbox.image-name`: empty, as there is no image; the built-in has the pause
 //!   image.
 //!
-//! Where a runtime runs the pause process (`drivers`), it gets the built-in's spec: user,
-//! capabilities, cgroup and the pin of the user namespace as well. What stays different is said of
-//! the image, the version, and the pod's seccomp profile, which is for its containers.
-//!
-//! The mounts are listed as the built-in has them, since that is what a runtime would be given; our
-//! pause process itself sees an empty root.
+//! The mounts are listed as the built-in has them, for NRI plugins and other readers of the spec;
+//! the pause process itself sees an empty root.
 
 mod annotations;
 

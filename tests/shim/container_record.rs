@@ -417,7 +417,14 @@ async fn ended_beside(harness: &Harness, hanging: &[(Pod, u32, u32)], other: &Po
     let new = harness.pod("new").await?;
     ensure!(is_recorded(&harness.node, new.id())?, "the new pod is not recorded");
     new.run(ContainerSpec::sleeping("a")).await?;
-    has_task(&new).await?;
+    let pause = new.pause_pid().await?.to_string();
+    // A list of all tasks waits 2 s for each task of a shim that hangs.
+    until("a task of its own", SOON, async || {
+        let listed = ctr(&harness.node, &["tasks", "ps", new.id()])?;
+        ensure!(listed.split_whitespace().any(|word| word == pause), "{listed:?}, not {pause}");
+        Ok(())
+    })
+    .await?;
     removed(&new).await?;
     removed(other).await?;
     is_gone(&harness.node, other.id()).await?;

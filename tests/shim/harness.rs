@@ -20,8 +20,6 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 /// What shims get beside the daemon's own variables.
 pub(crate) const SHIM_ENV: &str = r#"shim_env = ["KIT_VARIABLE=set"]"#;
 
-/// The runtime of all pods.
-
 /// Who starts the pods' shims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
