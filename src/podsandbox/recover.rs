@@ -121,7 +121,7 @@ where
 }
 
 /// [`recover_one`], which is given more time than its steps have: a record whose reading hangs is
-/// quarantined, and the attempt goes on.
+/// quarantined, and the attempt continues.
 async fn recover_in_time(
     environment: Arc<Environment>,
     id: SandboxId,
