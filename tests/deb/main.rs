@@ -309,14 +309,27 @@ fn selftest() {
     });
 }
 
-fn before_the_reboot(first_package: &str, second_package: &str) {
-    let pods = Pods::new();
-    pods.up();
-    // What a node gets from a registry otherwise.
-    kit::write_images(Path::new("/tmp/images.tar")).unwrap();
-    quiet("ctr -n k8s.io images import --local /tmp/images.tar");
-    let config = fs::read_to_string("/etc/containerd/config.toml").unwrap();
+/// The maxima of processes, of core files and of open files of a process: what a shim passes on.
+fn limits(pid: &str) -> (String, String, Option<String>) {
+    let text = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let line = |name: &str| {
+        text.lines()
+            .find(|line| line.starts_with(name))
+            .unwrap()
+            .split_whitespace()
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    let [processes, core, files] =
+        ["Max processes", "Max core file size", "Max open files"].map(line);
+    // Both shims raise their soft limit, and give the runtime the one from before.
+    let hard = files.split(' ').nth(4).map(str::to_owned);
+    (processes, core, hard)
+}
 
+/// Installs the package: containerd keeps its config, and `check` says what is next.
+fn install(first_package: &str) {
+    let config = fs::read_to_string("/etc/containerd/config.toml").unwrap();
     fs::write(CONFIG_BEFORE, &config).unwrap();
 
     says("Install the package");
@@ -333,6 +346,15 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     let findings = quiet("pause-sandboxer check; echo exit code $?");
     assert!(findings.ends_with("exit code 1"), "containerd knows nothing of it yet: {findings}");
     assert!(findings.contains("-> pause-sandboxer enable --restart"), "{findings}");
+}
+
+fn before_the_reboot(first_package: &str, second_package: &str) {
+    let pods = Pods::new();
+    pods.up();
+    // What a node gets from a registry otherwise.
+    kit::write_images(Path::new("/tmp/images.tar")).unwrap();
+    quiet("ctr -n k8s.io images import --local /tmp/images.tar");
+    install(first_package);
 
     says("Add the handler to containerd");
     // The node has no registry: the pause comes from the binary.
@@ -355,22 +377,6 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     run("pause-sandboxer inspect default/web | head -n 12");
     run("pause-sandboxer stats");
     let pause = pause_of("web");
-    let limits = |pid: &str| {
-        let text = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
-        let line = |name: &str| {
-            text.lines()
-                .find(|line| line.starts_with(name))
-                .unwrap()
-                .split_whitespace()
-                .collect::<Vec<_>>()
-                .join(" ")
-        };
-        let [processes, core, files] =
-            ["Max processes", "Max core file size", "Max open files"].map(line);
-        // Both shims raise their soft limit, and give the runtime the one from before.
-        let hard = files.split(' ').nth(4).map(str::to_owned);
-        (processes, core, hard)
-    };
     let shim = |id: &str| quiet(&format!("pgrep -f 'shim.* -id {id}' | head -n 1"));
     let ours = shim(&web);
     let theirs = shim(&plain);
