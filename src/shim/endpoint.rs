@@ -187,8 +187,8 @@ impl Endpoint {
         self.launch_lock.lock().await
     }
 
-    /// [`Endpoint::listen`] on this thread, which saves a change of threads. To be called with the
-    /// launch lock held. Blocks.
+    /// Listens as `Endpoint::listen` does, but on this thread, which saves a change of threads. To
+    /// be called with the launch lock held. Blocks.
     ///
     /// # Errors
     /// The failed step.

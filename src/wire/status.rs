@@ -27,7 +27,7 @@ pub fn stopping() -> Status {
 /// The RPC code of an error.
 ///
 /// Only a daemon that is stopping is UNAVAILABLE, since containerd then retries indefinitely. Some
-/// calls of Wait are as well: [`of_call`], and those of another namespace.
+/// calls of Wait are as well: `of_call`, and those of another namespace.
 pub fn code(error: &Error) -> Code {
     match error {
         Error::Invalid { .. } => Code::INVALID_ARGUMENT,

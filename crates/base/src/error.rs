@@ -1,7 +1,7 @@
 //! [`StepError`]: a failed operation with its path and errno.
 //!
 //! A leaf that every other module may import. The RPCs of a sandbox wrap a [`StepError`] into
-//! [`crate::podsandbox::Error`], which adds the sandbox and decides the RPC code.
+//! `podsandbox::Error`, which adds the sandbox and decides the RPC code.
 
 use std::fmt;
 use std::io;
