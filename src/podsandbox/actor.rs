@@ -133,7 +133,10 @@ impl Actor {
         let handle = ActorHandle { mailbox: to_self.clone(), published: seen };
         let mut actor = Self {
             jobs,
-            machine: Machine::new(phase, exit),
+            machine: match exit.filter(|_| interrupted) {
+                Some(exit) => Machine::interrupted(exit),
+                None => Machine::new(phase, exit),
+            },
             mailbox,
             to_self,
             published,

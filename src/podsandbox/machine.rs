@@ -185,6 +185,12 @@ impl Machine {
         }
     }
 
+    /// A sandbox whose start was interrupted: nothing of it is kept, so that its removal alone
+    /// cleans up. An exit on record would make it another sandbox to the next daemon.
+    pub fn interrupted(exit: Exit) -> Self {
+        Self { cleanup_pending: false, ..Self::new(Phase::NotReady, Some(exit)) }
+    }
+
     /// After a panic of the actor: forgets everything but the exit and the death of the shim, and
     /// looks for the pause process again. Readers see the old phase until then.
     pub fn adopt_again(&mut self) -> Vec<Action> {

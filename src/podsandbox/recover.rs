@@ -128,12 +128,13 @@ async fn recover_in_time(
     on_gone: impl FnOnce(&str) + Send + 'static,
 ) -> Option<Recovered> {
     let mut running = tokio::spawn(recover_one(environment, id.clone(), false, on_gone));
-    let reason = match timeout(RECORD_TIMEOUT + RECORD_TIMEOUT / 5, &mut running).await {
+    let (reason, running) = match timeout(RECORD_TIMEOUT + RECORD_TIMEOUT / 5, &mut running).await {
         Ok(Ok(recovered)) => return recovered,
-        Ok(Err(panic)) => panic.to_string(),
-        Err(_) => "reading it does not end".to_owned(),
+        // The task has ended, and its handle must not be awaited again.
+        Ok(Err(panic)) => (panic.to_string(), None),
+        Err(_) => ("reading it does not end".to_owned(), Some(running)),
     };
-    let retry = Some(Attempt { has_no_record: false, running: Some(running) });
+    let retry = Some(Attempt { has_no_record: false, running });
     Some(quarantine(id, AdoptionFailure { reason, retry }))
 }
 

@@ -260,3 +260,34 @@ async fn records_that_hang_keep_no_other_record_from_recovery() {
     }
     assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
 }
+
+/// A daemon that is killed while it undoes an interrupted start leaves that to the next one.
+#[test]
+fn an_undo_that_is_interrupted_is_continued_by_the_next_daemon() {
+    let node = Node::new();
+    let runtime = || {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(2).enable_all().build().unwrap()
+    };
+    let first = runtime();
+    first.block_on(async { node.controller().await.create(request("cut")).await.unwrap() });
+    first.shutdown_background();
+    // Start makes it first.
+    std::fs::create_dir(node.dir.path().join("state/sandboxes/cut/shm")).unwrap();
+    let (release, held) = mpsc::channel();
+    node.fake.orders.lock().unwrap().hold_cleanup = Some(held);
+    let second = runtime();
+    drop(second.block_on(node.controller()));
+    second.shutdown_background();
+    drop(release);
+    runtime().block_on(async {
+        let controller = node.controller().await;
+        let gone = async {
+            while !matches!(controller.status("cut", false).await, Err(Error::NotFound { .. })) {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), gone).await.expect("it is removed");
+    });
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}

@@ -379,6 +379,7 @@ fn percent_decode(text: &str) -> String {
     while let [first, tail @ ..] = rest {
         let digits = (*first == b'%').then(|| tail.get(..2)).flatten();
         let byte = digits
+            .filter(|digits| digits.iter().all(u8::is_ascii_hexdigit))
             .and_then(|digits| std::str::from_utf8(digits).ok())
             .and_then(|digits| u8::from_str_radix(digits, 16).ok());
         bytes.push(byte.unwrap_or(*first));
@@ -455,6 +456,7 @@ mod tests {
         assert_eq!(percent_encode(text), "a b: \"c\" 100%25%0A/%C3%A4");
         assert_eq!(percent_decode("a b: \"c\" 100%25%0A/%C3%A4"), text);
         assert_eq!(percent_decode("a%20b%"), "a b%");
+        assert_eq!(percent_decode("%+1%1"), "%+1%1");
         assert_eq!(percent_decode("%zz%C3%A4"), "%zz\u{e4}");
     }
 

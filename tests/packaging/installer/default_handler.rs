@@ -41,6 +41,13 @@ fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
             assert!(said.contains("has the label pause-sandboxer/ready=false"), "{said}");
         }
     }
+    // Where it is unknown whether the handler is the default, the default is not taken away.
+    let node = Node::new();
+    fs::write(node.path("unknown"), "").unwrap();
+    let mut command = node.command("install");
+    assert!(command.env("ENABLE_OPTIONS", "--default --offline").status().unwrap().success());
+    let asked = node.asked();
+    assert!(asked.contains(&with) && !asked.contains(&without), "{asked}");
     // A daemon that does not start fails the check too, whether its options still have --default or
     // not. If the undo fails, or the disk is full, the label is still set.
     for (options, undo_fails) in
