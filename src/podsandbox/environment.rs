@@ -44,7 +44,7 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// The driver's name in records and metrics.
+    /// The driver's name in lists and metrics.
     pub fn driver_name(&self) -> &'static str {
         self.driver.name()
     }
