@@ -10,7 +10,7 @@ use pause_sandboxer::controller::{Controller, SandboxService};
 use pause_sandboxer::podsandbox::{Environment, Error};
 use tokio::runtime::Builder;
 
-use crate::fixture::{Node, request};
+use crate::fixture::{Node, request, soon};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
@@ -29,6 +29,9 @@ async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
     // It dies unwatched.
     node.fake.pauses.lock().unwrap().remove(&dead.pid);
 
+    let cleanups = || node.fake.cleanups.load(Ordering::SeqCst);
+    let before = cleanups();
+
     // On a runtime of its own: it ends as a killed daemon does, and its owners do not race with
     // their successors.
     let daemon = tokio::runtime::Runtime::new().unwrap();
@@ -42,6 +45,9 @@ async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
     );
     assert_eq!(controller.wait("dead").await.unwrap().status, 255);
     assert_eq!(controller.wait("stopped").await.unwrap().status, 137, "the exit is on record");
+    // The earlier daemon may have ended between an exit and its cleanup.
+    soon("both that have ended are cleaned up", async || (cleanups() >= before + 2).then_some(()))
+        .await;
     controller.start("created").await.unwrap();
     node.fake.end(alive.pid, 9);
     assert_eq!(controller.wait("alive").await.unwrap().status, 9, "its exit is watched again");

@@ -48,6 +48,8 @@ struct World {
     kills_fail: bool,
     /// Something of a start is on the system: files, cgroup.
     made: bool,
+    /// The cleanup after the exit of the pause process is due.
+    dirty: bool,
     waiting: Vec<Rpc>,
     start_caller_gone: bool,
     retry_armed: bool,
@@ -56,6 +58,8 @@ struct World {
     retired: bool,
     phase: Phase,
     shutdown_asked: bool,
+    /// A start has failed and left something.
+    failed_start: bool,
 }
 
 impl World {
@@ -67,6 +71,7 @@ impl World {
             killed: false,
             kills_fail: false,
             made: false,
+            dirty: false,
             waiting: Vec::new(),
             start_caller_gone: false,
             retry_armed: false,
@@ -75,6 +80,7 @@ impl World {
             retired: false,
             phase: Phase::Created,
             shutdown_asked: false,
+            failed_start: false,
         }
     }
 
@@ -93,6 +99,7 @@ impl World {
                 Some(Job::Start) if well => {
                     self.alive = true;
                     self.made = true;
+                    self.dirty = true;
                     self.feed(Event::Started);
                 }
                 Some(Job::Start) => self.feed(Event::StartFailed { clean: true }),
@@ -100,9 +107,13 @@ impl World {
                 Some(Job::Adopt) if self.alive => self.feed(Event::AdoptedAlive),
                 Some(Job::Adopt) => self.exit(),
                 Some(Job::Cleanup | Job::Remove) if !well => self.feed(Event::JobFailed),
-                Some(Job::Cleanup) => self.feed(Event::JobDone),
+                Some(Job::Cleanup) => {
+                    self.dirty = false;
+                    self.feed(Event::JobDone);
+                }
                 Some(Job::Remove) => {
                     self.made = false;
+                    self.dirty = false;
                     self.feed(Event::JobDone);
                 }
             },
@@ -110,6 +121,8 @@ impl World {
                 if self.job == Some(Job::Start) {
                     self.job = None;
                     self.made = true;
+                    self.dirty = true;
+                    self.failed_start = true;
                     self.feed(Event::StartFailed { clean: false });
                 }
             }
@@ -161,6 +174,7 @@ impl World {
         self.killed = false;
         self.kills_fail = false;
         self.shutdown_asked = false;
+        self.failed_start = false;
         let interrupted = self.job.take();
         let phase = match self.phase {
             Phase::Created if interrupted != Some(Job::Start) => Phase::Created,
@@ -180,6 +194,7 @@ impl World {
             }
         };
         self.phase = phase;
+        self.retry_armed = phase == Phase::Unknown;
         self.machine = Machine::new(phase, (phase == Phase::NotReady).then_some(EXIT));
         if phase == Phase::NotReady {
             self.feed(Event::RetryDue);
@@ -240,7 +255,8 @@ impl World {
                     assert_ne!(self.waiting.len(), before, "an answer without a caller");
                 }
                 if rpc == Rpc::Stop && matches!(action, Action::Succeed(_)) {
-                    assert!(!self.alive, "stop succeeded with a living pause process");
+                    let may_live = self.alive || self.job == Some(Job::Start);
+                    assert!(!may_live, "stop succeeded with a living pause process");
                 }
                 if rpc == Rpc::Shutdown && matches!(action, Action::Succeed(_)) {
                     assert!(!self.alive && !self.made, "shutdown succeeded and left something");
@@ -309,6 +325,10 @@ proptest! {
         }
         world.run_to_end();
         prop_assert!(world.waiting.is_empty(), "a caller still waits: {world:?}");
+        prop_assert!(!world.dirty || world.alive, "an ended pod was not cleaned up: {world:?}");
+        if world.failed_start {
+            prop_assert!(world.retired, "a failed start is removed: {world:?}");
+        }
         if world.shutdown_asked {
             prop_assert!(world.retired, "shutdown ends everything: {world:?}");
         }

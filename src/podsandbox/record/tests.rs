@@ -103,3 +103,16 @@ fn a_record_that_could_not_be_read_again_is_not_written() {
     assert!(error.contains("os error 27") && error.contains(RECORD), "{error}");
     assert_eq!(fs::read_dir(store.dir()).unwrap().count(), 0, "something is left of it");
 }
+
+#[test]
+fn a_first_record_that_cannot_be_written_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let layout =
+        Arc::new(Layout { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
+    let store = RecordStore::new(&layout, &"id".try_into().unwrap());
+    let mut record = Record::of_plan(Plan::new("id".try_into().unwrap()));
+    record.info.labels.insert("long".to_owned(), "x".repeat(64 << 20));
+    let error = store.create(&record).unwrap_err().to_string();
+    assert!(error.contains("os error 27"), "{error}");
+    assert!(!store.dir().exists(), "its directory is left");
+}

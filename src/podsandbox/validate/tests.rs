@@ -53,7 +53,9 @@ fn users_that_no_container_could_have_are_refused() {
         userns("id", &options).map(drop).map_err(|e| e.to_string())
     };
     let (whole, pod, node) = (|| mapping(0, 65536), NamespaceMode::POD, NamespaceMode::NODE);
+    let from = |host_id| IDMapping { host_id, ..whole() };
     assert_eq!(checked(whole(), whole(), pod, pod), Ok(()));
+    assert_eq!(checked(from(u32::MAX - 65536), whole(), pod, pod), Ok(()));
     for (refused, word) in [
         (
             checked(mapping(1, 65536), whole(), pod, pod),
@@ -63,6 +65,8 @@ fn users_that_no_container_could_have_are_refused() {
             checked(whole(), mapping(1, 65536), pod, pod),
             "gids: begins at id 1: no mapping found for id 0",
         ),
+        (checked(from(u32::MAX - 65535), whole(), pod, pod), "uids: is empty or goes beyond"),
+        (checked(whole(), from(u32::MAX), pod, pod), "gids: is empty or goes beyond"),
         (checked(mapping(0, 1), whole(), pod, pod), "uids: maps only id 0"),
         (checked(whole(), mapping(0, 1), pod, pod), "gids: maps only id 0"),
         (checked(whole(), whole(), node, pod), "namespace_options.pid: mode NODE"),
