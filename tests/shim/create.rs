@@ -17,6 +17,9 @@ use crate::harness::{Case, Harness, Kind, SOON, cases, signal};
 /// containerd's call that reads a container.
 const GET: &str = "containerd.services.containers.v1.Containers/Get";
 
+/// The longest delay between two attempts to record a sandbox, and some time for an attempt.
+const LONGEST_DELAY: Duration = Duration::from_secs(70);
+
 /// Longer than a node is usually slow.
 const SLOW: Duration = Duration::from_secs(2);
 
@@ -107,9 +110,10 @@ async fn create_answers_when_containerd_ends(harness: Arc<Harness>) -> Result<()
     let (killed, answered) = tokio::join!(killed, create);
     node.start_containerd().await?;
     let waited = answered?.duration_since(killed?);
-    ensure!(waited < SLOW, "it waited for {waited:?} after containerd's end");
+    // Not for the minute that a slow containerd is given.
+    ensure!(waited < SOON, "it waited for {waited:?} after containerd's end");
     ensure!(is_reported(node, &id)?, "it is not in the log");
-    until("recorded", SOON, async || {
+    until("recorded", LONGEST_DELAY, async || {
         ensure!(is_recorded(node, &id)?, "it is not recorded");
         Ok(())
     })
