@@ -1,12 +1,13 @@
-//! Garbage collection of sandboxes that containerd no longer knows, and of containerd's containers
-//! of sandboxes that are gone.
+//! Garbage collection of sandboxes that containerd does not know, and of containerd's containers of
+//! sandboxes that are gone.
 //!
-//! If RunPodSandbox is cancelled before Start, or right after the response to Start, CRI drops its
-//! record of the sandbox and calls neither Stop nor Shutdown. No client has ever asked for such a
-//! sandbox. It is removed when containerd answers twice that it does not know the id, provided that
-//! the pod has no shim, and so no container.
+//! CRI drops its record of a sandbox without a call of Stop or Shutdown if it fails between Create
+//! and Start, for example at the pull of the pause image, and if RunPodSandbox is cancelled right
+//! after the response to Start. containerd stores a sandbox before it calls Create, and as long as
+//! it may call again. One that it does not know is removed when it is older than an interval, and
+//! either never started, or without a shim, and so without containers, and no client has ever asked
+//! for its state.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,35 +17,21 @@ use crate::controller::Controller;
 use crate::exit;
 use crate::podsandbox::Sandbox;
 
-/// Collects every `interval`, forever.
+/// Collects at once and every `interval`, forever.
 pub async fn collect(controller: Arc<Controller>, store: SandboxStore, interval: Duration) {
-    let mut unknown_once: HashSet<String> = HashSet::new();
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    // The first tick completes at once, before containerd had time for a call.
-    ticks.tick().await;
-    let mut seen: HashSet<String> = HashSet::new();
     loop {
         ticks.tick().await;
-        // Only those without a call for a whole interval.
-        let candidates: Vec<Arc<Sandbox>> =
-            controller.live().into_iter().filter(|s| s.is_gc_candidate()).collect();
-        let ids = candidates.iter().map(|sandbox| sandbox.id().to_owned()).collect();
-        for sandbox in candidates.into_iter().filter(|sandbox| seen.contains(sandbox.id())) {
+        let is_due = |sandbox: &Arc<Sandbox>| sandbox.is_gc_candidate() && sandbox.age() > interval;
+        for sandbox in controller.live().into_iter().filter(is_due) {
             match store.knows(sandbox.id()).await {
-                Ok(false) if unknown_once.contains(sandbox.id()) => remove(sandbox).await,
-                Ok(false) => {
-                    unknown_once.insert(sandbox.id().to_owned());
-                }
-                Ok(true) => {
-                    unknown_once.remove(sandbox.id());
-                }
+                Ok(false) => remove(sandbox).await,
+                Ok(true) => {}
                 // containerd may be down, which tells nothing about the sandbox.
                 Err(e) => log::debug!(sandbox = sandbox.id(); "failed to query containerd: {e}"),
             }
         }
-        unknown_once.retain(|id| HashSet::contains(&ids, id));
-        seen = ids;
     }
 }
 

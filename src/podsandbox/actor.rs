@@ -97,7 +97,7 @@ pub struct Actor {
     idle_waiters: Vec<oneshot::Sender<()>>,
     /// The steps that failed last.
     failed: StepErrors,
-    /// When the next retry is due, or a sandbox that was never started is given up.
+    /// When the next retry is due.
     alarm: Option<Instant>,
     on_gone: Option<OnGone>,
     retired: bool,
@@ -108,12 +108,10 @@ pub struct Actor {
 }
 
 impl Actor {
-    /// Starts the actor's task. `abandoned` is when a sandbox that was not started until then is
-    /// removed; `on_gone` frees its id.
+    /// Starts the actor's task; `on_gone` frees the sandbox's id.
     pub fn spawn(
         jobs: Arc<Jobs>,
         entry: Entry,
-        abandoned: Option<Instant>,
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> ActorHandle {
         let interrupted = matches!(entry, Entry::Interrupted);
@@ -145,11 +143,7 @@ impl Actor {
             replies: Vec::new(),
             idle_waiters: Vec::new(),
             failed: StepErrors::default(),
-            alarm: match phase {
-                Phase::Created => abandoned,
-                Phase::Unknown => Some(Instant::now() + exit::CLEANUP.delay(1)),
-                _ => None,
-            },
+            alarm: (phase == Phase::Unknown).then(|| Instant::now() + exit::CLEANUP.delay(1)),
             on_gone: Some(Box::new(on_gone)),
             retired: false,
             job: None,
@@ -220,8 +214,7 @@ impl Actor {
                     Ok(message) => message,
                     Err(_) => {
                         self.alarm = None;
-                        let created = self.machine.phase() == Phase::Created;
-                        self.feed(if created { Event::Abandoned } else { Event::RetryDue });
+                        self.feed(Event::RetryDue);
                         continue;
                     }
                 },
@@ -475,10 +468,4 @@ impl Actor {
 
 async fn guard<T>(job: impl Future<Output = T>) -> Result<T, StepError> {
     AssertUnwindSafe(job).catch_unwind().await.map_err(|panic| pool::panicked(&*panic))
-}
-
-/// When a sandbox that was created at `created_at` and never started is given up.
-pub fn abandoned_at(created_at: SystemTime, after: Duration) -> Instant {
-    let age = created_at.elapsed().unwrap_or_default();
-    Instant::now() + after.saturating_sub(age)
 }

@@ -7,7 +7,7 @@
 //!     |                 | |                +---------- Unknown ---+  | adopted: dead
 //!     |                 | +-- failed, not undone --------------------+
 //!     |                 +---- failed, undone ------------------------------------> Gone
-//!     +-- Shutdown, or never started --------------------------------------------> Gone
+//!     +-- Shutdown --------------------------------------------------------------> Gone
 //! ```
 //!
 //! Recovery enters at Created, Ready, NotReady or Unknown; an interrupted start is NotReady. After
@@ -121,8 +121,6 @@ pub enum Event {
     JobFailed,
     /// The delay before the next attempt is over.
     RetryDue,
-    /// It was not started within `abandoned_after`.
-    Abandoned,
 }
 
 /// What the actor must do, in order.
@@ -286,12 +284,6 @@ impl Machine {
                 job => self.job = job,
             },
             Event::RetryDue => self.proceed(&mut out),
-            Event::Abandoned => {
-                if self.phase == Phase::Created {
-                    self.removal_requested = true;
-                    self.proceed(&mut out);
-                }
-            }
         }
         out
     }

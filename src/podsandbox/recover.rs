@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use futures::stream::{self, StreamExt as _};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -15,7 +15,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::actor::{Entry, abandoned_at};
+use super::actor::Entry;
 use super::environment::Environment;
 use super::files::SandboxFiles;
 use super::inspect::pod_names;
@@ -267,7 +267,6 @@ fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
 
 /// A sandbox as an earlier daemon left it.
 struct OnDisk {
-    created_at: SystemTime,
     stage: Stage,
     jobs: Arc<Jobs>,
     /// A Start left something.
@@ -284,19 +283,17 @@ async fn adopt_sandbox(
     deadline: Instant,
     on_gone: impl FnOnce(&str) + Send + 'static,
 ) -> Option<Sandbox> {
-    let OnDisk { created_at, stage, jobs, begun, shim_died } = on_disk;
+    let OnDisk { stage, jobs, begun, shim_died } = on_disk;
     let id = jobs.id().clone();
-    let abandoned = abandoned_at(created_at, environment.config.abandoned_after);
-    let enter =
-        |jobs, entry, abandoned| Sandbox::enter(environment, jobs, entry, abandoned, on_gone);
+    let enter = |jobs, entry| Sandbox::enter(environment, jobs, entry, on_gone);
     let entry = match stage {
         Stage::Created if begun => {
             log::warn!(sandbox = id.as_str(); "start was interrupted; removing the sandbox");
-            let sandbox = enter(jobs, Entry::Interrupted, None);
+            let sandbox = enter(jobs, Entry::Interrupted);
             return timeout_at(deadline, sandbox.gone()).await.is_err().then_some(sandbox);
         }
         Stage::Created => {
-            let sandbox = enter(jobs, Entry::Created, Some(abandoned));
+            let sandbox = enter(jobs, Entry::Created);
             sandbox.serve_recovered(None, false);
             return Some(sandbox);
         }
@@ -309,7 +306,7 @@ async fn adopt_sandbox(
     if late {
         log::error!(sandbox = id.as_str(); "recovery of the shim did not finish in time");
     }
-    let sandbox = enter(jobs, entry, None);
+    let sandbox = enter(jobs, entry);
     sandbox.serve_recovered(late.then_some(recovery), shim_died);
     Some(sandbox)
 }
@@ -364,5 +361,5 @@ fn read_sandbox(
     let level = environment.selinux.hold(&record.labels);
     let jobs = Arc::new(Jobs::new(environment, &record, pod, level));
     let (begun, shim_died) = (jobs.files.begun(), jobs.shim.death().is_some());
-    Ok(Some(OnDisk { created_at: record.created_at, stage, jobs, begun, shim_died }))
+    Ok(Some(OnDisk { stage, jobs, begun, shim_died }))
 }

@@ -9,7 +9,7 @@ use protobuf::well_known_types::any::Any;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::actor::{Actor, ActorHandle, Entry, Message, Published, abandoned_at};
+use super::actor::{Actor, ActorHandle, Entry, Message, Published};
 use super::environment::Environment;
 use super::jobs::{Jobs, StartInput};
 use super::machine::{Phase, Rpc};
@@ -121,8 +121,7 @@ impl Sandbox {
         let recorded = pool::run(Class::Start, move || Self::record(&of, &request)).await;
         let jobs = recorded.map_err(failed)??;
         log::info!(sandbox = id.as_str(); "sandbox created");
-        let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
-        let sandbox = Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone);
+        let sandbox = Self::enter(environment, jobs, Entry::Created, on_gone);
         sandbox.jobs.record_container();
         sandbox.jobs.shim.serve(sandbox.pod_of_endpoint());
         Ok(sandbox)
@@ -154,10 +153,9 @@ impl Sandbox {
         environment: Arc<Environment>,
         jobs: Arc<Jobs>,
         entry: Entry,
-        abandoned: Option<tokio::time::Instant>,
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Self {
-        let actor = Actor::spawn(jobs.clone(), entry, abandoned, on_gone);
+        let actor = Actor::spawn(jobs.clone(), entry, on_gone);
         Self {
             environment,
             restorer: Arc::new(FileRestorer::new(jobs.clone(), actor.clone())),
@@ -405,12 +403,21 @@ impl Sandbox {
         inspect::report(&self.jobs, self.published(), &record, &stage)
     }
 
-    /// Whether garbage collection asks containerd for the sandbox: no start or removal runs, its pod
-    /// has no shim, and no Status or Wait call has reached this daemon.
+    /// Whether garbage collection asks containerd for the sandbox: it was never started, or no start
+    /// or removal runs, its pod has no shim, and no Status or Wait call has reached this daemon.
     pub fn is_gc_candidate(&self) -> bool {
-        matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
-            && !self.queried.load(Ordering::Relaxed)
-            && !self.jobs.shim.has_shim()
+        match self.phase() {
+            Phase::Created => true,
+            Phase::Ready | Phase::NotReady => {
+                !self.queried.load(Ordering::Relaxed) && !self.jobs.shim.has_shim()
+            }
+            Phase::Starting | Phase::Unknown | Phase::Gone => false,
+        }
+    }
+
+    /// The time since Create; zero if the clock was set back.
+    pub fn age(&self) -> Duration {
+        self.jobs.facts.created_at.elapsed().unwrap_or_default()
     }
 
     /// Returns when nothing of the sandbox is in progress.

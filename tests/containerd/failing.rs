@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use kit::cri::api;
-use kit::{ContainerSpec, Handler, PodSpec, grpc, until};
+use kit::{ContainerSpec, Handler, PAUSE_IMAGE, PodSpec, grpc, until};
 
 use crate::harness::{Bench, Case, cases};
 
 pub(crate) fn cases() -> Vec<Case> {
     cases![
-        both: bad_netns, impossible_cgroup, unknown_sysctl, caller_gives_up,
+        both: bad_netns, impossible_cgroup, unknown_sysctl, no_pause_image, caller_gives_up,
         caller_gives_up_on_a_host_network_pod
     ]
 }
@@ -52,6 +52,34 @@ async fn unknown_sysctl(bench: Bench) -> Result<()> {
     let error =
         refused(&bench, PodSpec::new("no-sysctl").sysctl("net.ipv4.no_such_thing", "1")).await?;
     ensure!(error.message.contains("no_such_thing"), "the error does not name the sysctl: {error}");
+    then_a_good_one(&bench).await
+}
+
+/// The pause image is gone and its registry does not answer. containerd looks for the image between
+/// Create and Start, and forgets the sandbox without a call. Kubelet tries again and again.
+///
+/// Promise: orphans_are_removed.
+async fn no_pause_image(bench: Bench) -> Result<()> {
+    bench.node.cri().remove_image(PAUSE_IMAGE).await?;
+    let mut outcomes = Vec::new();
+    for number in 0..3 {
+        let home = bench.node.prepare(PodSpec::new(&format!("no-image-{number}")))?;
+        let answer = bench.node.cri().run_pod_sandbox(home.config(), bench.handler.name()).await;
+        outcomes.push((home, answer));
+    }
+    bench.node.import_images().await?;
+    for (home, answer) in outcomes {
+        match answer {
+            Err(error) => ensure!(error.message.contains(PAUSE_IMAGE), "{error}"),
+            // A release whose CRI does not look for the image.
+            Ok(id) => {
+                ensure!(bench.handler == Handler::Ours, "the built-in runs without its image");
+                bench.node.cri().stop_pod_sandbox(&id).await?;
+                bench.node.cri().remove_pod_sandbox(&id).await?;
+            }
+        }
+        home.clear()?;
+    }
     then_a_good_one(&bench).await
 }
 

@@ -27,8 +27,9 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Sandboxes that containerd does not know, one of which has ended: both go, and one that
-/// containerd knows stays though it has ended and no call asks for it.
+/// Sandboxes that containerd does not know: one that runs, one that has ended, and one that was
+/// never started, though its state was asked for. All go, and one that containerd knows stays though
+/// it has ended and no call asks for it.
 ///
 /// Promise: orphans_are_removed.
 async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
@@ -55,9 +56,12 @@ async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
     // No call asks the next daemon for the status of a pod that has ended.
     node.stop_sandboxer().await?;
     node.start_sandboxer().await?;
+    let created = "0c".repeat(32);
+    controller.create(&created, home.config(), "").await?;
+    controller.status(&created, false).await?;
     let record = |id: &str| node.layout().sandboxer_state().join("sandboxes").join(id);
     until("the forgotten are removed", Duration::from_secs(30), async || {
-        for id in &ids {
+        for id in ids.iter().chain([&created]) {
             ensure!(!record(id).exists(), "{id} is there");
         }
         Ok(())

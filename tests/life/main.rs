@@ -7,7 +7,6 @@
     reason = "a test fails by panicking"
 )]
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::time::Duration;
@@ -17,8 +16,8 @@ mod recovery;
 
 use fixture::{Node, request, request_with, soon};
 use nix::mount::{MntFlags, umount2};
-use pause_sandboxer::controller::{Controller, SandboxService};
-use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, SandboxInfo};
+use pause_sandboxer::controller::SandboxService;
+use pause_sandboxer::podsandbox::{CreateRequest, Error, SandboxInfo};
 use pause_sandboxer::protos::cri::{
     IDMapping, Int64Value, LinuxSandboxSecurityContext, NamespaceMode, SecurityProfile,
     UserNamespace, security_profile::ProfileType,
@@ -216,43 +215,6 @@ async fn files_come_back_with_the_same_shared_memory() {
     assert_eq!(std::fs::read(root.join("hosts")).unwrap(), std::fs::read("/etc/hosts").unwrap());
     assert!(root.join("resolv.conf").exists());
     controller.shutdown("a").await.unwrap();
-    assert_eq!(node.leftovers(), Vec::<String>::new());
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_sandbox_that_is_never_started_is_removed() {
-    let node = Node::new();
-    let mut config = node.config();
-    config.abandoned_after = Duration::from_secs(2);
-    let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
-    let controller = Controller::open(Arc::new(environment)).await.unwrap();
-    controller.create(request("a")).await.unwrap();
-    assert!(controller.status("a", false).await.is_ok());
-    soon("the removal", async || controller.status("a", false).await.is_err().then_some(())).await;
-    assert_eq!(node.leftovers(), Vec::<String>::new());
-}
-
-/// The time runs from Create, whichever daemon keeps it; a started sandbox stays.
-///
-/// Promise: orphans_are_removed.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_sandbox_that_is_never_started_is_removed_by_a_later_daemon() {
-    let node = Node::new();
-    let first = node.controller().await;
-    for id in ["created", "started"] {
-        first.create(request(id)).await.unwrap();
-    }
-    first.start("started").await.unwrap();
-    first.drain().await;
-    drop(first);
-    let mut config = node.config();
-    config.abandoned_after = Duration::from_secs(1);
-    let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
-    let later = Controller::open(Arc::new(environment)).await.unwrap();
-    soon("the removal", async || later.status("created", false).await.is_err().then_some(())).await;
-    assert_eq!(later.status("started", false).await.unwrap().state, "SANDBOX_READY");
-    later.stop("started").await.unwrap();
-    later.shutdown("started").await.unwrap();
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 

@@ -6,7 +6,6 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use clap::builder::{ArgAction, PossibleValuesParser, TypedValueParser as _};
 use clap::parser::ValueSource;
@@ -51,9 +50,6 @@ pub const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
 
 /// The number of MCS categories in SELinux's policies, and containerd's default.
 const CATEGORIES: u32 = 1024;
-
-/// Time after which a sandbox that was created but not started is removed.
-const ABANDONED_AFTER: Duration = Duration::from_secs(3600);
 
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
@@ -141,8 +137,8 @@ pub struct Config {
     /// pod's containers.
     #[arg(long, value_name = "PATTERN", value_delimiter = ',', verbatim_doc_comment)]
     pub pod_annotations: Vec<Pattern>,
-    /// Interval of the garbage collection in seconds, at least 1. It removes sandboxes that got no
-    /// call since their start and that containerd does not know.
+    /// Interval of the garbage collection in seconds, at least 1. It removes sandboxes that are
+    /// older, that containerd does not know, and that were never started or got no call since.
     #[arg(long, value_name = "SECONDS", verbatim_doc_comment)]
     #[arg(value_parser = value_parser!(u32).range(1..))]
     pub forgotten_interval: u32,
@@ -160,11 +156,6 @@ pub struct Config {
     /// Format of log lines, which are written to standard error.
     #[arg(long, value_name = "FORMAT", verbatim_doc_comment)]
     pub log_format: LogFormat,
-    /// Time after which a sandbox that was created but not started is removed: containerd leaves
-    /// such a sandbox behind if it fails to pull the pause image. Not a setting.
-    #[arg(skip)]
-    #[serde(skip)]
-    pub abandoned_after: Duration,
 }
 
 impl Default for Config {
@@ -188,7 +179,6 @@ impl Default for Config {
             metrics: Metrics::Off,
             log_level: LevelFilter::Info,
             log_format: LogFormat::Text,
-            abandoned_after: ABANDONED_AFTER,
         }
     }
 }

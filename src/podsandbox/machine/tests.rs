@@ -31,7 +31,6 @@ enum WorldEvent {
     /// The caller of Start gives up, before the answer.
     CallerGivesUp,
     RetryDue,
-    Abandoned,
     /// The daemon is killed and comes back; recovery can tell about the pause process, or not.
     Restart(bool),
 }
@@ -142,11 +141,6 @@ impl World {
             WorldEvent::RetryDue => {
                 if std::mem::take(&mut self.retry_armed) {
                     self.feed(Event::RetryDue);
-                }
-            }
-            WorldEvent::Abandoned => {
-                if self.phase == Phase::Created {
-                    self.feed(Event::Abandoned);
                 }
             }
             WorldEvent::Restart(can_tell) => self.restart(can_tell),
@@ -306,7 +300,6 @@ fn event() -> impl Strategy<Value = WorldEvent> {
         1 => any::<bool>().prop_map(WorldEvent::KillsFail),
         1 => Just(WorldEvent::CallerGivesUp),
         2 => Just(WorldEvent::RetryDue),
-        1 => Just(WorldEvent::Abandoned),
         1 => any::<bool>().prop_map(WorldEvent::Restart),
     ]
 }

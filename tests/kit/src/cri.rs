@@ -291,6 +291,19 @@ impl Cri {
         self.call("Version", &api::VersionRequest::new(), DEADLINE).await
     }
 
+    /// `RemoveImage`, by any of its names.
+    ///
+    /// # Errors
+    /// The gRPC status.
+    pub async fn remove_image(&self, name: &str) -> Result<(), Status> {
+        let spec = api::ImageSpec { image: name.to_owned(), ..Default::default() };
+        let request = api::RemoveImageRequest { image: Some(spec).into(), ..Default::default() };
+        self.client
+            .unary("runtime.v1.ImageService/RemoveImage", encode(&request)?, Some(DEADLINE))
+            .await
+            .map(drop)
+    }
+
     /// `ImageStatus`: the image's id, if there is one of this name.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -101,6 +101,7 @@ pub struct Node {
     containerd: Mutex<Option<Process>>,
     sandboxer: Mutex<Option<Process>>,
     snapshotter: Mutex<Option<Process>>,
+    snapshotter_name: OnceLock<&'static str>,
 }
 
 impl Node {
@@ -132,6 +133,7 @@ impl Node {
             containerd: Mutex::new(None),
             sandboxer: Mutex::new(None),
             snapshotter: Mutex::new(None),
+            snapshotter_name: OnceLock::new(),
             layout,
             options,
             parts,
@@ -153,6 +155,7 @@ impl Node {
         let snapshotter = Snapshotter::start(&self.layout).await?;
         config::write(&self.layout, &self.parts, &snapshotter, &self.options)?;
         *lock(&self.snapshotter) = snapshotter.process;
+        let _ = self.snapshotter_name.set(snapshotter.name);
         if self.options.lean {
             let (state, none) = (self.layout.state(), None::<&str>);
             nix::mount::mount(Some("state"), &state, Some("tmpfs"), MsFlags::empty(), none)
@@ -168,10 +171,15 @@ impl Node {
         cgroup::make(&self.layout.cgroup())?;
         image::write_archive(&self.layout.images())?;
         self.start_containerd().await?;
-        self.import_images(snapshotter.name).await
+        self.import_images().await
     }
 
-    async fn import_images(&self, snapshotter: &str) -> Result<()> {
+    /// Imports the images of the tests, and waits until CRI knows them.
+    ///
+    /// # Errors
+    /// ctr failed, or CRI does not know them in time.
+    pub async fn import_images(&self) -> Result<()> {
+        let snapshotter = self.snapshotter_name.get().context("the node has not started")?;
         let imported = Command::new(self.parts.program("ctr"))
             .arg("--address")
             .arg(self.layout.containerd_socket())
