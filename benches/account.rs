@@ -1,4 +1,4 @@
-//! What processes cost: processor time by cgroup, memory by process.
+//! The cost of processes: processor time by cgroup, memory by process.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -97,8 +97,8 @@ async fn rates(setup: &Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     for (target, rates) in setup.targets.iter().zip(rates) {
         report.median(format!("pods_per_s_hostnet_{}", target.name), median(rates));
     }
-    let of = |who: &str| format!("pods_per_s_hostnet_{who}");
-    report.ratio("pods_per_s_hostnet_ours_over_builtin", &of(OURS), &of(BUILTIN));
+    let key_of = |who: &str| format!("pods_per_s_hostnet_{who}");
+    report.ratio("pods_per_s_hostnet_ours_over_builtin", &key_of(OURS), &key_of(BUILTIN));
     Ok(())
 }
 

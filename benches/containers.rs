@@ -1,4 +1,4 @@
-//! What a pod with one container costs: memory of its own processes, wake-ups while it does
+//! The cost of a pod with one container: memory of its own processes, wake-ups while it does
 //! nothing, ExecSync, and the transport of its output.
 
 use std::collections::BTreeSet;

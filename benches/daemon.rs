@@ -53,7 +53,7 @@ impl Daemon {
         Ok(Self::new(node, name, Path::new(BINARY), words.into()))
     }
 
-    /// One that does nothing but answer.
+    /// A daemon that only answers.
     pub(crate) fn floor(node: &Node) -> Result<Self> {
         let words = ["floor".into(), socket(node, "floor").to_string_lossy().into_owned()];
         Ok(Self::new(node, "floor", &std::env::current_exe()?, words.into()))

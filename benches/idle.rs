@@ -1,4 +1,4 @@
-//! What an idle pod costs: processor time from its run to its removal, and memory while it does
+//! The cost of an idle pod: processor time from its run to its removal, and memory while it does
 //! nothing.
 
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What the kernel takes for a native Start and Stop: the same steps as straight-line code in one
+//! The kernel's time for a native Start and Stop: the same steps as straight-line code in one
 //! thread, without a daemon, a call, or anything that is kept for later.
 //!
 //! The steps: shared memory mounted, three files, the pod's cgroup in every hierarchy, a clone with
@@ -43,7 +43,7 @@ impl Straight {
     }
 }
 
-/// What all of them share.
+/// The objects that all runs share.
 #[derive(Clone, Debug)]
 pub(crate) struct Steps(Arc<Shared>);
 
@@ -71,7 +71,7 @@ struct Hierarchy {
     members: &'static str,
 }
 
-/// What the child works on.
+/// The child's input.
 struct Work<'a> {
     network: RawFd,
     root: RawFd,

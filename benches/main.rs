@@ -1,5 +1,5 @@
-//! What pods cost with this sandboxer, with containerd's built-in one, with one that does nothing,
-//! and what the kernel alone takes for them, side by side in one run: `make bench`, `make
+//! The cost of pods with this sandboxer, with containerd's built-in one, with one that does
+//! nothing, and what the kernel alone takes for them, side by side in one run: `make bench`, `make
 //! bench-quick`. `docs/performance.md` says how to read it.
 
 #![allow(

@@ -111,7 +111,7 @@ pub(crate) async fn cycles(setup: &mut Setup, plan: &Plan, report: &mut Report) 
             report.median(format!("cycle_{call}_{}_ms", target.name), samples.median_ms());
         }
     }
-    let of = |what: &str, who: &str| format!("cycle_{what}_{who}_ms");
+    let key_of = |what: &str, who: &str| format!("cycle_{what}_{who}_ms");
     report.ratio(
         "cycle_builtin_over_ours",
         &format!("cycle_{BUILTIN}_ms"),
@@ -123,7 +123,7 @@ pub(crate) async fn cycles(setup: &mut Setup, plan: &Plan, report: &mut Report) 
         ("stop_container_ours_over_builtin", CALLS[3]),
         ("remove_pod_ours_over_builtin", CALLS[6]),
     ] {
-        report.ratio(key, &of(call, OURS), &of(call, BUILTIN));
+        report.ratio(key, &key_of(call, OURS), &key_of(call, BUILTIN));
     }
     second(setup, &targets, plan, report).await
 }

@@ -149,7 +149,7 @@ fn starts(text: &str) -> Vec<(f64, f64, Vec<Call>)> {
             }
             "sys_exit" => {
                 if let Some((enter, number)) = open.remove(&task) {
-                    // One that has come back after all: the pause's.
+                    // The thread returned after all: it was the pause's.
                     if number == libc::SYS_execveat {
                         calls.retain(|call: &Call| call.task != task || call.number != number);
                     }

@@ -13,7 +13,7 @@ struct Bound {
     key: &'static str,
     what: &'static str,
     hold: Hold,
-    /// What holds it back, should it not hold.
+    /// The cause of a bound that does not hold.
     held_back_by: &'static str,
 }
 
@@ -195,7 +195,7 @@ const BOUNDS: [Bound; 25] = [
 /// Holds back each number of a pod with a container.
 const SHIM: &str = "the pod's shim, a process of its own with a heap";
 
-/// What is none of the ratios but has a bound.
+/// Values with a bound that are not ratios.
 const BESIDE: [&str; 4] =
     ["daemon_at_rest_mb", "pod_with_container_kb", "pod_after_1000_execs_kb", "idle_wakeups"];
 
@@ -372,7 +372,7 @@ fn wrapped(item: &str) -> String {
     text + &line + "\n"
 }
 
-/// What the numbers are of.
+/// The subject of the numbers.
 fn machine() -> Value {
     json!({
         "processor": shell("sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1"),

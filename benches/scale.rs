@@ -13,7 +13,7 @@ use crate::samples::{Samples, median};
 use crate::setup::{OURS, Setup};
 use crate::{Plan, concurrency, kernel};
 
-/// What is measured with some number of live pods.
+/// The measurements with one number of live pods.
 struct Level {
     live: usize,
     /// At the daemon's own socket, and the kernel's steps beside it.
@@ -82,8 +82,8 @@ async fn restart(setup: &mut Setup) -> Result<std::time::Duration> {
 
 async fn level(setup: &Setup, plan: &Plan, live: usize) -> Result<Level> {
     let daemon = &setup.daemons[OURS];
-    // What the pods' making has left to do is done: memory is taken first, before the Starts that
-    // are measured add to it.
+    // The work that the pods' creation left is done: memory is measured first, before the Starts
+    // that are measured add to it.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     let (own, containerd) = (pss(daemon.pid()?)?, pss(setup.node.containerd_pid()?)?);
     let direct = daemon.client();

@@ -1,4 +1,5 @@
-//! What is compared and where: one containerd that knows every target, and their daemons.
+//! The targets of the comparison and their node: one containerd that knows every target, and their
+//! daemons.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -24,7 +25,7 @@ const RUST_SHIM: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/target/tools/bin/containerd-shim-runc-v2-rs");
 /// This project's with its native driver.
 pub(crate) const OURS: &str = "ours";
-/// One that does nothing.
+/// A sandboxer that does nothing.
 pub(crate) const FLOOR: &str = "floor";
 
 /// This project's daemons: name and lines of config.

@@ -11,7 +11,7 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 use pause_sandboxer::cli::Cli;
 
-/// What else the main page has, as roff.
+/// Further sections of the main page, as roff.
 const MORE: &str = "\
 .SH ENVIRONMENT
 .TP

@@ -327,7 +327,7 @@ fn listen(config: &Config) -> Result<(UnixListener, UnixListener), StepError> {
         listener.set_nonblocking(true).step_at(STEP, &path)?;
         passed.push((path, listener));
     }
-    let mut take = |path: &Path| match passed.iter().position(|(of, _)| of == path) {
+    let mut take = |path: &Path| match passed.iter().position(|(address, _)| address == path) {
         Some(index) => Ok(passed.swap_remove(index).1),
         None => {
             path.parent().map_or(Ok(()), state_dir::make_dir)?;

@@ -105,7 +105,7 @@ impl LogContext {
         &self.known.pod
     }
 
-    /// What is done for the sandbox from now on belongs to `trace`, whichever task does it.
+    /// All further work for the sandbox belongs to `trace`, in any task.
     pub fn follow(&self, trace: Option<TraceId>) {
         *self.known.trace.lock() = trace;
     }
@@ -115,7 +115,7 @@ impl Drop for LogContext {
     fn drop(&mut self) {
         let mut known = KNOWN.lock();
         // Another sandbox may have the id by now.
-        if known.get(self.id.as_str()).is_some_and(|of| Arc::ptr_eq(of, &self.known)) {
+        if known.get(self.id.as_str()).is_some_and(|labels| Arc::ptr_eq(labels, &self.known)) {
             known.remove(self.id.as_str());
         }
     }

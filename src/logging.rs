@@ -282,11 +282,11 @@ mod tests {
         subject.follow(trace("1"));
         let fields = [("sandbox", "logging-test".into())];
         let end = |line: String| line.split_once(" sandbox=logging-test ").unwrap().1.to_owned();
-        let of = format!("pod=\"web 0\" namespace=prod trace={}\n", "1".repeat(32));
-        assert_eq!(end(shown(LogFormat::Text, "x", &fields)), of);
+        let expected = format!("pod=\"web 0\" namespace=prod trace={}\n", "1".repeat(32));
+        assert_eq!(end(shown(LogFormat::Text, "x", &fields)), expected);
         let line =
             log_context::within(trace("2"), async { shown(LogFormat::Text, "x", &fields) }).await;
-        assert_eq!(end(line), of.replace('1', "2"), "the call's own goes first");
+        assert_eq!(end(line), expected.replace('1', "2"), "the call's own goes first");
         subject.follow(None);
         let json: Value = serde_json::from_str(&shown(LogFormat::Json, "x", &fields)).unwrap();
         assert_eq!(

@@ -61,12 +61,12 @@ impl View {
 }
 
 /// How the containerd that listens on `address`, and whose state directory is `state`, sees the
-/// mounts of process `of` (a process id, or `self`).
+/// mounts of process `viewer` (a process id, or `self`).
 ///
 /// # Errors
 /// containerd cannot be reached, or `/proc` does not show one of the two.
-pub fn view(of: &str, address: &Path, state: &Path) -> io::Result<View> {
-    Ok(compare(of, address, state)?.view)
+pub fn view(viewer: &str, address: &Path, state: &Path) -> io::Result<View> {
+    Ok(compare(viewer, address, state)?.view)
 }
 
 /// The mount namespace of a containerd, compared with the daemon's.
@@ -79,8 +79,8 @@ struct ContainerdProcess {
     view: View,
 }
 
-fn compare(of: &str, address: &Path, state: &Path) -> io::Result<ContainerdProcess> {
-    let ours = fs::read_link(Path::new("/proc").join(of).join(NAMESPACE))?.into_os_string();
+fn compare(viewer: &str, address: &Path, state: &Path) -> io::Result<ContainerdProcess> {
+    let ours = fs::read_link(Path::new("/proc").join(viewer).join(NAMESPACE))?.into_os_string();
     // Not blocking: a containerd that accepts nothing must not hold up who asks.
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let stream = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -97,7 +97,7 @@ fn compare(of: &str, address: &Path, state: &Path) -> io::Result<ContainerdProce
     let view = if namespace == ours {
         View::Same
     } else {
-        let own = fs::read_to_string(Path::new("/proc").join(of).join("mountinfo"))?;
+        let own = fs::read_to_string(Path::new("/proc").join(viewer).join("mountinfo"))?;
         let state = fs::canonicalize(state).unwrap_or_else(|_| state.to_owned());
         if propagates(&own, &fs::read_to_string(directory.join("mountinfo"))?, &state) {
             View::Propagated
@@ -171,7 +171,7 @@ pub struct Mounts {
 }
 
 impl Mounts {
-    /// Of the containerd that listens on `address`, and whose state directory is `state`.
+    /// The mounts as the containerd at `address` with the state directory `state` sees them.
     pub fn new(address: PathBuf, state: PathBuf) -> Self {
         Self { address, state, found: Mutex::default() }
     }

@@ -167,7 +167,7 @@ impl Telemetry {
     /// Counts a call of `method` as started; dropping the result counts it as CANCELLED.
     pub fn call(self: &Arc<Self>, method: &'static str) -> CallInProgress {
         self.in_flight.get_or_create(&MethodLabels { method }).inc();
-        CallInProgress { of: Some(Arc::clone(self)), method, begun: Instant::now() }
+        CallInProgress { telemetry: Some(Arc::clone(self)), method, begun: Instant::now() }
     }
 
     fn called(&self, method: &'static str, code: &'static str, took: Duration) {
@@ -220,7 +220,7 @@ impl Telemetry {
 #[derive(Debug)]
 pub struct CallInProgress {
     /// `None` once it is counted.
-    of: Option<Arc<Telemetry>>,
+    telemetry: Option<Arc<Telemetry>>,
     method: &'static str,
     begun: Instant,
 }
@@ -233,8 +233,8 @@ impl CallInProgress {
 
     /// Counts it as completed with this code.
     pub fn ended(&mut self, code: &'static str) {
-        if let Some(of) = self.of.take() {
-            of.called(self.method, code, self.begun.elapsed());
+        if let Some(telemetry) = self.telemetry.take() {
+            telemetry.called(self.method, code, self.begun.elapsed());
         }
     }
 }

@@ -20,7 +20,7 @@ use targets::{TARGETS, Target};
 
 static TARGET: OnceLock<&'static Target> = OnceLock::new();
 
-/// What an input may take of memory whatever its length, bytes. Most of it is the `protobuf`
+/// The memory that an input of any length may take, bytes. Most of it belongs to the `protobuf`
 /// crate's: for a field whose length is a lie it reserves up to 10 MB, which are given back,
 /// untouched, when the input ends before.
 const BESIDE: usize = 12 << 20;

@@ -1,4 +1,4 @@
-//! What an input takes of memory: the allocator counts.
+//! The memory that an input takes, counted by the allocator.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};

@@ -32,11 +32,12 @@ pub struct Target {
     pub frame: usize,
 }
 
-/// What a frame of ttrpc may say that its message has, which is reserved before it has come, bytes.
+/// The largest message length in a frame of ttrpc, bytes; it is reserved before the message
+/// arrives.
 const FRAME: usize = 16 << 20;
 
-/// What a packed field of numbers may say that it has, which the `protobuf` crate reserves for
-/// ten million of them before it reads one, bytes.
+/// The largest length in a packed field of numbers, bytes: the `protobuf` crate reserves memory for
+/// ten million numbers before it reads one.
 const PACKED: usize = 10_000_000 * size_of::<i64>();
 
 /// All of them.

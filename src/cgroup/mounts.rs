@@ -16,7 +16,7 @@ use crate::error::{IoContext as _, StepError};
 /// "hybrid" node).
 pub const ROOT: &str = "/sys/fs/cgroup";
 
-/// Of the thread, which may have a mount namespace of its own.
+/// The thread may have a mount namespace of its own.
 const MOUNTS: &str = "/proc/thread-self/mountinfo";
 
 /// Mount options of version 1 that are no controllers (kernel `cgroup1_fs_parameters`, and those of

@@ -114,7 +114,7 @@ mod tests {
         let without_resource = all & !(1 << SYS_RESOURCE);
         assert_eq!(levels(without_resource, false), [Level::Ok, Level::Fail]);
         assert_eq!(levels(without_resource, true), [Level::Ok, Level::Ok]);
-        // What docker grants by default lacks SYS_ADMIN and NET_ADMIN.
+        // Docker's default set lacks SYS_ADMIN and NET_ADMIN.
         assert_eq!(levels(0xa804_25fb, true), [Level::Fail, Level::Fail, Level::Ok]);
         assert_eq!(capabilities("Name:\tx\n", true)[0].level, Level::Fail);
     }

@@ -31,7 +31,7 @@ Exit status:
 #[derive(Debug, Parser)]
 #[command(name = "pause-sandboxer", version, after_help = STATUSES, args_override_self = true)]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
@@ -182,7 +182,7 @@ pub struct Enable {
     /// (version 2: `sandbox_image`), for nodes without a registry
     #[arg(long)]
     pub offline: bool,
-    /// What to change.
+    /// The change of the node.
     #[command(flatten)]
     pub change: Change,
 }
@@ -197,7 +197,7 @@ pub struct Disable {
     /// handler is containerd's default
     #[arg(long, conflicts_with_all = ["wait", "restart", "dry_run"])]
     pub check: bool,
-    /// What to change.
+    /// The change of the node.
     #[command(flatten)]
     pub change: Change,
 }

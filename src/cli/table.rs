@@ -23,38 +23,38 @@ pub(super) const HEADING: [&str; COLUMNS] =
 
 /// The list of sandboxes.
 pub fn list(sandboxes: &[Sandbox], now: SystemTime) -> String {
-    let rows = sandboxes.iter().map(|of| row(of, now));
+    let rows = sandboxes.iter().map(|sandbox| row(sandbox, now));
     aligned(&Vec::from_iter([HEADING.map(str::to_owned)].into_iter().chain(rows)))
 }
 
 /// The line of one sandbox.
-pub(super) fn row(of: &Sandbox, now: SystemTime) -> Row {
-    let age = created(of).map(|at| span(now.duration_since(at).unwrap_or_default()));
+pub(super) fn row(sandbox: &Sandbox, now: SystemTime) -> Row {
+    let age = created(sandbox).map(|at| span(now.duration_since(at).unwrap_or_default()));
     [
-        short(&of.id),
-        or_dash(&of.pod),
-        or_dash(&of.namespace),
-        state(of),
-        if of.pid == 0 { dash() } else { of.pid.to_string() },
+        short(&sandbox.id),
+        or_dash(&sandbox.pod),
+        or_dash(&sandbox.namespace),
+        state(sandbox),
+        if sandbox.pid == 0 { dash() } else { sandbox.pid.to_string() },
         age.unwrap_or_else(dash),
-        or_dash(&of.driver),
-        of.usage.as_ref().map_or_else(dash, |usage| bytes(usage.memory)),
+        or_dash(&sandbox.driver),
+        sandbox.usage.as_ref().map_or_else(dash, |usage| bytes(usage.memory)),
     ]
 }
 
 /// The list as JSON, with whole ids.
 pub fn list_json(sandboxes: &[Sandbox]) -> Value {
-    let one = |of: &Sandbox| {
+    let one = |sandbox: &Sandbox| {
         json!({
-            "id": of.id, "pod": of.pod, "namespace": of.namespace, "uid": of.uid,
-            "state": of.state, "pid": of.pid,
-            "created_at": created(of).map(rfc3339), "driver": of.driver, "runtime": of.runtime,
-            "failed_cleanups": of.failed_cleanups, "reason": of.reason,
-            "usage": of.usage.as_ref().map(|usage| json!({
+            "id": sandbox.id, "pod": sandbox.pod, "namespace": sandbox.namespace, "uid": sandbox.uid,
+            "state": sandbox.state, "pid": sandbox.pid,
+            "created_at": created(sandbox).map(rfc3339), "driver": sandbox.driver, "runtime": sandbox.runtime,
+            "failed_cleanups": sandbox.failed_cleanups, "reason": sandbox.reason,
+            "usage": sandbox.usage.as_ref().map(|usage| json!({
                 "memory_bytes": usage.memory, "cpu_microseconds": usage.cpu_usec,
                 "tasks": usage.tasks,
             })),
-            "shim_memory_bytes": of.shim_memory,
+            "shim_memory_bytes": sandbox.shim_memory,
         })
     };
     sandboxes.iter().map(one).collect()
@@ -74,11 +74,11 @@ impl Stats {
         ];
         let mut seen = HashMap::new();
         let (mut memory, mut tasks, mut shims) = (0, 0, 0);
-        for of in sandboxes {
-            let usage = of.usage.as_ref();
-            let number = |of: fn(&Usage) -> String| usage.map_or_else(dash, of);
+        for sandbox in sandboxes {
+            let usage = sandbox.usage.as_ref();
+            let number = |field: fn(&Usage) -> String| usage.map_or_else(dash, field);
             let share = usage.and_then(|usage| {
-                let (at, before) = self.0.get(&of.id)?;
+                let (at, before) = self.0.get(&sandbox.id)?;
                 let micros = now.duration_since(*at).ok()?.as_micros().max(1);
                 Some(format!(
                     "{:.1}%",
@@ -86,24 +86,24 @@ impl Stats {
                 ))
             });
             if let Some(usage) = usage {
-                seen.insert(of.id.clone(), (now, usage.cpu_usec));
+                seen.insert(sandbox.id.clone(), (now, usage.cpu_usec));
                 memory += usage.memory;
                 tasks += usage.tasks;
             }
             rows.push([
-                or_dash(&of.pod),
-                or_dash(&of.namespace),
-                state(of),
+                or_dash(&sandbox.pod),
+                or_dash(&sandbox.namespace),
+                state(sandbox),
                 share.unwrap_or_else(dash),
                 number(|usage| format!("{:.1}s", usage.cpu_usec as f64 / 1e6)),
                 number(|usage| bytes(usage.memory)),
                 number(|usage| usage.tasks.to_string()),
-                of.shim_memory.map_or_else(dash, bytes),
+                sandbox.shim_memory.map_or_else(dash, bytes),
             ]);
-            shims += of.shim_memory.unwrap_or_default();
+            shims += sandbox.shim_memory.unwrap_or_default();
         }
         self.0 = seen;
-        let ready = sandboxes.iter().filter(|of| of.state == "ready").count();
+        let ready = sandboxes.iter().filter(|sandbox| sandbox.state == "ready").count();
         format!(
             "sandboxes: {}, ready: {ready}; memory: {}, tasks: {tasks}, shims: {}\n{}",
             sandboxes.len(),
@@ -138,7 +138,7 @@ const FIRST: [&str; 16] = [
 pub fn report(report: &Value) -> String {
     let mut text = String::new();
     if let Value::Object(map) = report {
-        // What is asked for first comes first.
+        // The keys that operators need most come first.
         for key in FIRST.iter().filter(|key| map.contains_key(**key)) {
             lines(&Map::from_iter([((*key).to_owned(), map[*key].clone())]), 0, &mut text);
         }
@@ -180,16 +180,16 @@ fn plain(value: &Value) -> String {
     }
 }
 
-fn created(of: &Sandbox) -> Option<SystemTime> {
-    let at = of.created_at.as_ref()?;
+fn created(sandbox: &Sandbox) -> Option<SystemTime> {
+    let at = sandbox.created_at.as_ref()?;
     Some(UNIX_EPOCH + Duration::new(at.seconds.try_into().ok()?, at.nanos.try_into().ok()?))
 }
 
 /// The state, with the number of failed cleanups.
-pub(super) fn state(of: &Sandbox) -> String {
-    match of.failed_cleanups {
-        0 => or_dash(&of.state),
-        failed => format!("{} (cleanup failed {failed}x)", of.state),
+pub(super) fn state(sandbox: &Sandbox) -> String {
+    match sandbox.failed_cleanups {
+        0 => or_dash(&sandbox.state),
+        failed => format!("{} (cleanup failed {failed}x)", sandbox.state),
     }
 }
 

@@ -24,13 +24,13 @@ impl ListWatch {
             rows.push(table::HEADING.map(str::to_owned));
         }
         let mut last = std::mem::take(&mut self.shown);
-        for of in sandboxes {
-            let row = table::row(of, now);
-            let key = (table::state(of), of.pid);
-            if last.remove(&of.id).is_none_or(|(known, _)| known != key) {
+        for sandbox in sandboxes {
+            let row = table::row(sandbox, now);
+            let key = (table::state(sandbox), sandbox.pid);
+            if last.remove(&sandbox.id).is_none_or(|(known, _)| known != key) {
                 rows.push(row.clone());
             }
-            self.shown.insert(of.id.clone(), (key, row));
+            self.shown.insert(sandbox.id.clone(), (key, row));
         }
         for (_, mut row) in last.into_values() {
             let [_, _, _, state, pid, ..] = &mut row;

@@ -46,7 +46,7 @@ pub trait SandboxService: Send + Sync + 'static {
     /// [`Error::NotFound`], or [`Error::Quarantined`].
     fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<Self>;
 
-    /// What is published of the sandbox; restores its files. Waits up to 30 s after the recovery
+    /// The published state of the sandbox; restores its files. Waits up to 30 s after the recovery
     /// while its record cannot be read.
     ///
     /// # Errors
@@ -57,11 +57,11 @@ pub trait SandboxService: Send + Sync + 'static {
         verbose: bool,
     ) -> impl Future<Output = Result<StatusReport, Error>> + Send;
 
-    /// Removes all that is left of the sandbox, after its Create if that is in progress. Unknown id:
-    /// removes files that a reboot has left, and succeeds.
+    /// Removes all that is left of the sandbox, after its Create if that is in progress. Unknown
+    /// id: removes files that a reboot has left, and succeeds.
     ///
     /// # Errors
-    /// What could not be removed, or [`Error::Timeout`] if Create does not end.
+    /// The steps that failed, or [`Error::Timeout`] if Create does not end.
     fn shutdown(&self, id: &str) -> impl Future<Output = Result<(), Error>> + Send;
 
     /// Metrics of the pod's parent cgroup.

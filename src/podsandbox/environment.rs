@@ -1,4 +1,4 @@
-//! What all sandboxes of a daemon share.
+//! The objects that all sandboxes of a daemon share.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -12,7 +12,7 @@ pub enum Error {
         id: String,
         /// The field of the request.
         field: String,
-        /// What is wrong with it.
+        /// The reason for the caller.
         reason: String,
     },
     /// There is no such sandbox.
@@ -80,7 +80,7 @@ pub enum Error {
         id: String,
         /// The RPC, lower case.
         rpc: &'static str,
-        /// What happened.
+        /// The reason for operators.
         reason: String,
     },
 }
@@ -97,7 +97,7 @@ fn subject(id: &str) -> String {
     if id.is_empty() { String::new() } else { format!("sandbox {id}: ") }
 }
 
-/// What a caller sent, fit for one line of a message.
+/// Shortens a text of a caller to fit one line of a message.
 pub fn shorten(text: &str) -> String {
     bounded(text, 80)
 }

@@ -36,7 +36,7 @@ const NAMES: [&str; 3] = ["hostname", "hosts", "resolv.conf"];
 /// container, and was not left empty by the daemon.
 const MADE_WITHIN: Duration = Duration::from_secs(1);
 
-/// What the files of a sandbox say; from the CRI config.
+/// The contents of a sandbox's files, from the CRI config.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Files {
     /// Content of `hostname`; empty: the node's.
@@ -288,7 +288,7 @@ impl SandboxFiles {
     }
 }
 
-/// What the file of that name is to say.
+/// The content of the file of that name.
 fn content(files: &Files, name: &str) -> Result<Vec<u8>, StepError> {
     match name {
         "hostname" => {

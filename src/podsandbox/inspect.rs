@@ -54,7 +54,7 @@ pub struct SandboxSummary {
     pub failed_cleanups: u32,
     /// Why it ended or was quarantined, where more is known than that it did.
     pub reason: Option<String>,
-    /// What the pod uses; `None` if it was not requested or is unknown.
+    /// Resource usage of the pod; `None` if it was not requested or is unknown.
     pub usage: Option<Usage>,
     /// Memory that the pod's shim has for itself, bytes; `None` if it was not requested, the pod
     /// has no shim, or it cannot be read.
@@ -62,7 +62,7 @@ pub struct SandboxSummary {
 }
 
 impl SandboxSummary {
-    /// Of a record that recovery could not adopt.
+    /// The line of a record that recovery could not adopt.
     pub fn quarantined(id: &str, reason: &str) -> Self {
         Self {
             id: id.to_owned(),

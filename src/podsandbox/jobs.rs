@@ -46,7 +46,7 @@ pub struct Facts {
     pub runtime: Arc<shim::Runtime>,
 }
 
-/// What Start needs of a sandbox that is created and not started yet.
+/// The data of a created sandbox that Start needs.
 #[derive(Debug)]
 pub struct StartInput {
     /// Its record.
@@ -106,7 +106,7 @@ impl PrivateNamespaces {
 pub struct StartFailure {
     /// The step that failed.
     pub step: StepError,
-    /// What could not be undone; empty when nothing is left of the sandbox.
+    /// The steps that could not be undone; empty when nothing is left of the sandbox.
     pub left: StepErrors,
 }
 
@@ -156,7 +156,7 @@ impl Jobs {
         &*self.environment.driver
     }
 
-    /// What all sandboxes share.
+    /// The objects that all sandboxes share.
     pub(super) fn environment(&self) -> &Arc<Environment> {
         &self.environment
     }
@@ -347,8 +347,8 @@ impl Jobs {
         self.steps(Class::End, all).await.into_result()
     }
 
-    /// Removes all that is left: the pause process's cgroup, the pod's shim, files and, when nothing
-    /// else is left, the record.
+    /// Removes all that is left: the pause process's cgroup, the pod's shim, files and, when
+    /// nothing else is left, the record.
     ///
     /// # Errors
     /// Every step that failed.

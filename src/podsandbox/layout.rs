@@ -13,9 +13,9 @@ const SANDBOXES: &str = "sandboxes";
 pub struct Layout {
     /// Of hostname, hosts, resolv.conf.
     pub root: PathBuf,
-    /// Of the shared memory that CRI mounts.
+    /// Directory of the shared memory that CRI mounts.
     pub volatile: PathBuf,
-    /// Of the records, and of the mounts that hold the shared memory.
+    /// Directory of the records, and of the mounts that hold the shared memory.
     pub records: PathBuf,
 }
 

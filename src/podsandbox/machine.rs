@@ -90,7 +90,7 @@ impl Rpc {
     }
 }
 
-/// What can happen to a sandbox.
+/// An event in a sandbox's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A caller asks for an RPC.
@@ -123,7 +123,7 @@ pub enum Event {
     RetryDue,
 }
 
-/// What the actor must do, in order.
+/// An action of the actor; it takes them in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Run a job; its outcome comes back as an event.

@@ -41,7 +41,7 @@ pub use metrics::usage::Usage;
 pub use sandbox::{END_TIMEOUT, Sandbox, UNKNOWN_TIMEOUT};
 pub use validate::check_id;
 
-/// What containerd knows of a sandbox (`containerd.types.Sandbox`), as a request carries it and the
+/// containerd's metadata of a sandbox (`containerd.types.Sandbox`), as a request carries it and the
 /// record keeps it. The `type_url` of containerd's payloads is a bare name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SandboxInfo {
@@ -67,7 +67,7 @@ pub struct CreateRequest {
     pub options: Option<Any>,
     /// Bind-mounted network namespace; empty with host network.
     pub netns_path: String,
-    /// What containerd knows of the sandbox.
+    /// containerd's metadata of the sandbox.
     pub sandbox: Option<SandboxInfo>,
 }
 

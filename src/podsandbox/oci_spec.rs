@@ -42,7 +42,7 @@ use crate::config::Config;
 use crate::pause::{IdMapping, Namespace, Plan};
 use crate::protos::cri::PodSandboxConfig;
 
-/// What containerd 2.0 writes; nothing newer is used.
+/// The version that containerd 2.0 writes; nothing newer is used.
 const OCI_VERSION: &str = "1.2.0";
 
 /// User and group of the pause process; also those of the usual pause image.
@@ -79,7 +79,7 @@ const MASKED: [&str; 12] = [
 const READONLY: [&str; 5] =
     ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
-/// What Start answers of a sandbox that is the same for its whole life.
+/// The part of Start's answer that does not change in a sandbox's life.
 #[derive(Clone, Debug, Default)]
 pub struct Description {
     /// The spec as JSON (`opencontainers/runtime-spec` `Spec`).

@@ -2,8 +2,8 @@
 //!
 //! One directory per sandbox below `<state_dir>/sandboxes`, named by the id, holds `record.json`,
 //! what the sandbox is, and `stage.json`, how far it came: the second is small, because Start and
-//! exit write it. Both are replaced by rename, so a reader sees the old one or the new one. A daemon
-//! refuses a record of a newer version and leaves it alone.
+//! exit write it. Both are replaced by rename, so a reader sees the old one or the new one. A
+//! daemon refuses a record of a newer version and leaves it alone.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -45,7 +45,7 @@ const LARGEST_STAGE: u64 = 64 << 10;
 /// Type of the CRI config in Create's options.
 const CONFIG_TYPE: &str = "runtime.v1.PodSandboxConfig";
 
-/// What is known of a sandbox across restarts.
+/// The data of a sandbox that outlives a restart of the daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// Form of the record.
@@ -54,7 +54,7 @@ pub struct Record {
     pub id: SandboxId,
     /// When Create was called.
     pub created_at: SystemTime,
-    /// What the driver creates.
+    /// The objects that the driver creates.
     pub plan: Plan,
     /// The files that CRI bind-mounts into containers.
     pub files: Files,
@@ -63,7 +63,7 @@ pub struct Record {
     pub config: Any,
     /// The netns path, as it came; empty with host network.
     pub netns_path: String,
-    /// What containerd knows of the sandbox; Update changes its extensions.
+    /// containerd's metadata of the sandbox; Update changes its extensions.
     pub info: SandboxInfo,
     /// The pod has this project's own shim instead of its runtime's.
     pub own_shim: bool,
@@ -112,7 +112,7 @@ pub enum Stage {
     Created,
     /// Its pause process runs, as far as the record knows.
     Started {
-        /// What names the pause process.
+        /// The identity of the pause process.
         identity: Identity,
     },
     /// Its pause process has ended.
@@ -181,7 +181,7 @@ pub enum RecordError {
     Malformed {
         /// The record's path.
         path: PathBuf,
-        /// What the parser said.
+        /// The parser's error.
         reason: String,
     },
     /// A newer daemon wrote it.
@@ -338,7 +338,7 @@ impl RecordStore {
     fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StepError> {
         let path = self.dir().join(name);
         let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
-        // What the next daemon would refuse to read is not to be written: the sandbox would be
+        // A record that the next daemon refuses to read must not be written: the sandbox would be
         // quarantined.
         if text.len() as u64 > LARGEST {
             return Err(StepError::at(

@@ -147,8 +147,9 @@ pub async fn recover_one(
     on_gone: impl FnOnce(&str) + Send + 'static,
 ) -> Option<Recovered> {
     let deadline = Instant::now() + RECORD_TIMEOUT;
-    let of = (environment.clone(), id.clone());
-    let read = pool::run(Class::Recovery, move || read_sandbox(&of.0, &of.1, again)).await;
+    let (shared, record_id) = (environment.clone(), id.clone());
+    let read = move || read_sandbox(&shared, &record_id, again);
+    let read = pool::run(Class::Recovery, read).await;
     let read = read.unwrap_or_else(|e| Err(AdoptionFailure::temporary(e.to_string(), false)));
     match read {
         Ok(None) => None,

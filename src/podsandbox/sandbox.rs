@@ -115,10 +115,10 @@ impl Sandbox {
         request: CreateRequest,
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Result<Self, Error> {
-        let (of, id) = (environment.clone(), request.id.clone());
+        let (shared, id) = (environment.clone(), request.id.clone());
         let failed =
             |step: StepError| Error::Failed { id: id.clone(), rpc: "create", steps: step.into() };
-        let recorded = pool::run(Class::Start, move || Self::record(&of, &request)).await;
+        let recorded = pool::run(Class::Start, move || Self::record(&shared, &request)).await;
         let jobs = recorded.map_err(failed)??;
         log::info!(sandbox = id.as_str(); "sandbox created");
         let sandbox = Self::enter(environment, jobs, Entry::Created, on_gone);
@@ -263,7 +263,7 @@ impl Sandbox {
     /// Ends and removes the sandbox.
     ///
     /// # Errors
-    /// What could not be removed, or [`Error::Timeout`].
+    /// The steps that failed, or [`Error::Timeout`].
     pub async fn shutdown(&self) -> Result<(), Error> {
         self.request(Rpc::Shutdown, Some(END_TIMEOUT)).await
     }
@@ -283,9 +283,9 @@ impl Sandbox {
         }
     }
 
-    /// What is published. Waits up to 30 s after the recovery while it is unknown whether the pause
-    /// process lives. Restores files that containerd has deleted, because CRI calls Status before
-    /// every container; if that fails, the answer is the same, and it is retried.
+    /// The published state. Waits up to 30 s after the recovery while it is unknown whether the
+    /// pause process lives. Restores files that containerd has deleted, because CRI calls Status
+    /// before every container; if that fails, the answer is the same, and it is retried.
     ///
     /// # Errors
     /// Verbose: the record cannot be read.

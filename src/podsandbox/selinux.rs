@@ -33,7 +33,7 @@ const SHARED_CONTEXTS: &str = "/usr/share/containers/selinux/contexts";
 const CONFIG_FILE: &str = "/etc/selinux/config";
 const POLICIES: &str = "/etc/selinux";
 
-/// What the names of the runtimes contain that run containers in virtual machines (containerd
+/// Part of the names of runtimes that run containers in virtual machines (containerd
 /// `vmbasedRuntimes`).
 const OF_VIRTUAL_MACHINES: &str = "io.containerd.kata";
 
@@ -42,7 +42,7 @@ const OF_VIRTUAL_MACHINES: &str = "io.containerd.kata";
 pub struct Labels {
     /// Of its containers, and of its pause process unless the pod is privileged.
     pub process: String,
-    /// Of what is mounted for it.
+    /// Label of the pod's mounts.
     pub mount: String,
 }
 
@@ -83,7 +83,7 @@ impl Context {
 struct Contexts {
     process: Context,
     file: Context,
-    /// Of what runs a virtual machine.
+    /// Context of processes that run a virtual machine.
     kvm: Option<Context>,
 }
 
@@ -107,7 +107,7 @@ impl Contexts {
     }
 
     fn parse(text: &str) -> io::Result<Option<Self>> {
-        let of = |key: &str| {
+        let context = |key: &str| {
             let Some(text) = assigned(text, key).filter(|text| !text.is_empty()) else {
                 return Ok(None);
             };
@@ -118,8 +118,9 @@ impl Contexts {
             };
             Context::parse(&text).map(Some).ok_or_else(malformed)
         };
-        let kvm = of("kvm_process")?;
-        Ok(of("process")?.zip(of("file")?).map(|(process, file)| Self { process, file, kvm }))
+        let kvm = context("kvm_process")?;
+        let contexts = context("process")?.zip(context("file")?);
+        Ok(contexts.map(|(process, file)| Self { process, file, kvm }))
     }
 }
 
@@ -235,8 +236,8 @@ impl Selinux {
         wanted: Option<&SELinuxOption>,
     ) -> Result<(Labels, Option<HeldLevel>), StepError> {
         let (mut process, mut file) = (contexts.process.clone(), contexts.file.clone());
-        let given = |of: fn(&SELinuxOption) -> &str| {
-            wanted.map(of).filter(|text| !text.is_empty()).map(str::to_owned)
+        let given = |field: fn(&SELinuxOption) -> &str| {
+            wanted.map(field).filter(|text| !text.is_empty()).map(str::to_owned)
         };
         let level = match given(|wanted| &wanted.level) {
             Some(level) => Some(self.hold_level(level)),
@@ -337,11 +338,11 @@ mod tests {
     #[test]
     fn the_pause_of_a_virtual_machine_has_its_type() {
         let given = "u:r:spc_t:s0:c1,c2";
-        let of = |label: &str, runtime: &str, text: &str| {
+        let relabelled = |label: &str, runtime: &str, text: &str| {
             let contexts = Contexts::parse(text).unwrap();
             of_pause_with(label, runtime, || Ok(contexts)).unwrap()
         };
-        let of_vm = |text: &str| of(given, "io.containerd.kata.v2", text);
+        let of_vm = |text: &str| relabelled(given, "io.containerd.kata.v2", text);
         let with = format!("kvm_process = \"system_u:system_r:container_kvm_t:s0\"\n{FILE}");
         assert_eq!(of_vm(&with), "u:r:container_kvm_t:s0:c1,c2", "the type alone is another");
         assert_eq!(
@@ -350,9 +351,13 @@ mod tests {
             "a policy without it has that of containers"
         );
         for runtime in ["io.containerd.runc.v2", "io.containerd.runsc.v1", ""] {
-            assert_eq!(of(given, runtime, &with), given);
+            assert_eq!(relabelled(given, runtime, &with), given);
         }
-        assert_eq!(of("", "io.containerd.kata.v2", &with), "", "there are none without SELinux");
+        assert_eq!(
+            relabelled("", "io.containerd.kata.v2", &with),
+            "",
+            "there are none without SELinux"
+        );
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What Status reports of a sandbox.
+//! The report of Status about a sandbox.
 
 mod go_json;
 mod runtime_options;
@@ -188,7 +188,7 @@ impl<'a> Metadata<'a> {
     }
 }
 
-/// What CRI stores of a pod resize: each is a CRI `LinuxContainerResources`.
+/// The resources of a pod resize that CRI stores, each a CRI `LinuxContainerResources`.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Updated<'a> {

@@ -99,7 +99,7 @@ pub fn check(
     Ok(Validated { record, pod, level })
 }
 
-/// What the driver makes, checked.
+/// Checks a pod's config and makes the driver's plan of it.
 fn plan(
     id: SandboxId,
     request: &CreateRequest,

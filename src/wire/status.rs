@@ -212,11 +212,11 @@ mod tests {
 
     #[test]
     fn a_node_in_the_wrong_state_and_one_without_a_system_call_have_different_codes() {
-        let of = |e: io::Error| failed(StepError::new("x", e).into());
+        let code = |e: io::Error| failed(StepError::new("x", e).into());
         assert_eq!(
-            of(io::Error::new(io::ErrorKind::Unsupported, "apart")),
+            code(io::Error::new(io::ErrorKind::Unsupported, "apart")),
             Code::FAILED_PRECONDITION
         );
-        assert_eq!(of(io::Error::from_raw_os_error(libc::ENOSYS)), Code::INTERNAL);
+        assert_eq!(code(io::Error::from_raw_os_error(libc::ENOSYS)), Code::INTERNAL);
     }
 }

@@ -1,4 +1,4 @@
-//! What operators type: crictl's commands, from a pod's start to its end.
+//! Commands that operators type: crictl's commands, from a pod's start to its end.
 
 use std::fs;
 use std::path::Path;

@@ -129,7 +129,7 @@ const GROUP: &str = "root:x:0:\n\
     group-defined-in-image:x:50000:default-user\n\
     nogroup:x:65534:\n";
 
-/// What the dynamic linker loads for a program, itself included.
+/// The files that the dynamic linker loads for a program, itself included.
 fn libraries(program: &Path) -> Result<Vec<String>> {
     let needed = output(Command::new("ldd").arg(program))?;
     let paths = needed.lines().filter_map(|line| {

@@ -1,4 +1,4 @@
-//! What is known of critest's cases.
+//! Known results of critest's cases.
 
 /// Cases that fail by chance with both sandboxers, which are tried again.
 pub(crate) const FLAKY: [&str; 0] = [];

@@ -192,9 +192,9 @@ fn write(version: &str, directory: &Path, builtin: &Outcomes, ours: &Outcomes) -
     let cases: Vec<_> = names(builtin, ours)
         .into_iter()
         .map(|case| {
-            let of =
+            let outcome =
                 |outcomes: &Outcomes| outcomes.get(case).map(|o| (o.word(), o.why().to_owned()));
-            json!({ "case": case, "builtin": of(builtin), "ours": of(ours) })
+            json!({ "case": case, "builtin": outcome(builtin), "ours": outcome(ours) })
         })
         .collect();
     let date = Command::new("date").args(["-u", "+%F"]).output()?.stdout;

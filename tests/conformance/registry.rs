@@ -14,7 +14,7 @@ pub(crate) const ADDRESS: &str = "127.0.0.1:5000";
 /// containerd's namespace of the images on their way to the registry.
 const NAMESPACE: &str = "conformance";
 
-/// What is appended to containerd's config file.
+/// The text that is appended to containerd's config file.
 pub(crate) const CONTAINERD: &str = r#"
 [plugins."io.containerd.cri.v1.images".registry]
 config_path = "{top}/registries"

@@ -12,13 +12,13 @@ use serde_json::Value;
 
 use crate::known;
 
-/// What a run may take; a hang is a failure that says where.
+/// Time limit of a run; a hang is a failure that names its place.
 const LIMIT: Duration = Duration::from_secs(1200);
 
 /// How much of a case's message is kept, characters.
 const LONGEST_MESSAGE: usize = 2000;
 
-/// What became of a case.
+/// The result of a case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Passed,
@@ -141,7 +141,7 @@ fn parse(report: &Path) -> Result<Outcomes> {
         let message = || spec["Failure"]["Message"].as_str().map(one_line).unwrap_or_default();
         let is_case = spec["LeafNodeType"] == "It";
         let outcome = match spec["State"].as_str() {
-            // What the filter leaves out is skipped without a word.
+            // Cases that the filter leaves out are skipped without a message.
             Some("skipped") if message().is_empty() => continue,
             Some("pending") => continue,
             Some("passed") => Outcome::Passed,

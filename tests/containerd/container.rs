@@ -52,7 +52,7 @@ async fn logs(bench: Bench) -> Result<()> {
     pod.remove().await
 }
 
-/// What kubelet does about a container that ends: the next attempt, in the same pod. In between the
+/// kubelet's reaction to a container that ends: the next attempt, in the same pod. In between the
 /// pod may be without any container.
 async fn crash_and_recreate(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("crash").pid(api::NamespaceMode::POD)).await?;

@@ -41,7 +41,7 @@ async fn waits(bench: &Bench, controller: Arc<Controller>) -> Result<()> {
     /// Times that a Status may take with the Waits, against one alone: noise, and far less than
     /// standing in line behind hundreds.
     const SLOWER: u32 = 20;
-    /// What a busy machine may add to either.
+    /// The delay that a busy machine may add to either.
     const NOISE: Duration = Duration::from_millis(50);
     let pod = bench.run(PodSpec::new("waits").host_network()).await?;
     let alone = status_time(&controller, pod.id()).await?;

@@ -167,7 +167,7 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
     for pod in pods {
         match bench.handler {
             Handler::Ours => pod.clear().await?,
-            // What holds the pod's cgroup is counted at the end.
+            // The holders of the pod's cgroup are counted at the end.
             Handler::Builtin => drop(pod.home().clear()),
         }
     }
@@ -187,7 +187,7 @@ async fn again(bench: &Bench, config: &api::PodSandboxConfig) -> Result<String> 
     .await
 }
 
-/// What kubelet does about unwanted pods.
+/// kubelet's removal of unwanted pods.
 async fn remove_listed(cri: &kit::Cri) -> Result<()> {
     for pod in cri.list_pod_sandbox(api::PodSandboxFilter::new()).await? {
         cri.stop_pod_sandbox(&pod.id).await?;

@@ -13,7 +13,7 @@ use kit::{ContainerSpec, Handler, Node, Options, PodSpec, Snapshot};
 use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::Runtime;
 
-/// What a case may take at most; a hang is a failure that says where.
+/// Time limit of a case; a hang is a failure that names its place.
 const LIMIT: Duration = Duration::from_secs(90);
 /// How often the sandboxer looks for what containerd never asks to remove; its own choice is every
 /// minute. Some cases ask it in containerd's place, and are done sooner.
@@ -64,7 +64,7 @@ macro_rules! cases {
 }
 pub(crate) use cases;
 
-/// What a case is given.
+/// The arguments of a case.
 #[derive(Clone)]
 pub(crate) struct Bench {
     case: &'static str,
@@ -109,13 +109,13 @@ impl Bench {
     }
 }
 
-/// What the built-in controller is known to leave after a case.
+/// Known leftovers of the built-in controller after a case.
 struct Known {
     kinds: &'static [&'static str],
     why: &'static str,
 }
 
-/// What each of the two is expected to do, and why they are not the same.
+/// The expected behaviour of each of the two, and why they differ.
 pub(crate) struct Difference<T> {
     pub(crate) builtin: T,
     pub(crate) ours: T,
@@ -190,8 +190,8 @@ async fn one(
     let done = checked(suite, &node, case, handler, body).await;
     if done.is_err() {
         let logs = node.log_tails(LOG_LINES);
-        // What it has left would be mistaken for the next one's, and a daemon that it has ended
-        // would be missed.
+        // Its leftovers would be mistaken for those of the next case, and a daemon that it has
+        // ended would be missed.
         lock(&suite.warm).clear();
         drop(lock(&suite.node).take());
         return done.context(logs);

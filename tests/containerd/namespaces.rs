@@ -138,7 +138,7 @@ async fn host_ipc(bench: Bench) -> Result<()> {
     pod.remove().await
 }
 
-/// What a container that shares the pod's PID namespace finds behind `/proc/1`: nothing of the
+/// A container that shares the pod's PID namespace finds behind `/proc/1` nothing of the
 /// node.
 ///
 /// Promise: pause_is_confined.

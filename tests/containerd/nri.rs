@@ -1,4 +1,4 @@
-//! What an NRI plugin receives about a pod.
+//! The data that an NRI plugin receives about a pod.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases![both: nri_plugin, nri_plugin_on_a_host_network_pod]
 }
 
-/// What of a pod stands in its spec: its cgroup and its namespaces as type and path, sorted.
+/// A pod's data in its spec: its cgroup and its namespaces as type and path, sorted.
 type Spec = (String, Vec<(String, String)>);
 
 fn spec(pod: &PodSandbox) -> Spec {

@@ -236,8 +236,8 @@ impl Pods {
         eventually(&format!("{name} is ready"), || {
             let all = self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default()));
             let all = all.map_err(|e| e.to_string())?;
-            let of = all.iter().find(|pod| pod.metadata.name == name).ok_or("no such pod")?;
-            (of.state.enum_value() == Ok(PodSandboxState::SANDBOX_READY))
+            let pod = all.iter().find(|pod| pod.metadata.name == name).ok_or("no such pod")?;
+            (pod.state.enum_value() == Ok(PodSandboxState::SANDBOX_READY))
                 .then_some(())
                 .ok_or_else(|| "not ready".to_owned())
         });
@@ -264,14 +264,14 @@ impl Pods {
 fn pause_of(name: &str) -> u32 {
     let all: serde_json::Value =
         serde_json::from_str(&quiet("pause-sandboxer list -o json")).unwrap();
-    let of = all
+    let sandbox = all
         .as_array()
         .unwrap()
         .iter()
-        .find(|of| of["pod"] == name)
+        .find(|sandbox| sandbox["pod"] == name)
         .unwrap_or_else(|| panic!("{name} in {all}"));
-    assert_eq!(of["state"], "ready", "{of}");
-    u32::try_from(of["pid"].as_u64().unwrap()).unwrap()
+    assert_eq!(sandbox["state"], "ready", "{sandbox}");
+    u32::try_from(sandbox["pid"].as_u64().unwrap()).unwrap()
 }
 
 fn main_pid() -> String {
@@ -351,7 +351,7 @@ fn install(first_package: &str) {
 fn before_the_reboot(first_package: &str, second_package: &str) {
     let pods = Pods::new();
     pods.up();
-    // What a node gets from a registry otherwise.
+    // Other nodes get the image from a registry.
     kit::write_images(Path::new("/tmp/images.tar")).unwrap();
     quiet("ctr -n k8s.io images import --local /tmp/images.tar");
     install(first_package);

@@ -1,4 +1,4 @@
-//! What `enable` and `disable` promise.
+//! The promises of `enable` and `disable`.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -62,7 +62,7 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
         let handler = handler.as_table_mut().unwrap();
         handler.remove("sandboxer");
         handler.remove("disable_pause_image_pull");
-        // What is unset there is not written here.
+        // A setting that is unset there is not written here.
         let options = handler["options"].as_table_mut().unwrap();
         options.retain(|_, value| !["\"\"", "0", "false"].contains(&value.to_string().as_str()));
     }
@@ -119,7 +119,8 @@ async fn a_config_of_version_3(node: Arc<Node>) -> Result<()> {
 ///
 /// Promise: enable_is_undone.
 async fn a_config_of_version_4(node: Arc<Node>) -> Result<()> {
-    let old = ["2.0.", "2.1.", "2.2."].iter().any(|of| node.parts().version().starts_with(of));
+    let old =
+        ["2.0.", "2.1.", "2.2."].iter().any(|series| node.parts().version().starts_with(series));
     if !old {
         return there_and_back(&Etc::new(node, 4, "").await?).await;
     }
@@ -184,7 +185,7 @@ async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>)
     Ok(())
 }
 
-/// What an operator adds, for example while `disable --wait` waits.
+/// A file that an operator adds, for example while `disable --wait` waits.
 pub(crate) const EDIT: &str = "# of an operator\n";
 
 /// Promise: removal_waits_for_pods.

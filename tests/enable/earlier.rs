@@ -1,4 +1,4 @@
-//! What commands do where an earlier command, an operator or a stopped service has left the node in
+//! Commands where an earlier command, an operator or a stopped service has left the node in
 //! another state than theirs.
 
 use std::fs;
@@ -147,7 +147,7 @@ async fn a_file_that_containerd_has_not_read_is_refused(node: Arc<Node>) -> Resu
     etc.run(&["disable"]).well()?;
     etc.restart().await?;
     containerd_is_older().await;
-    // What an earlier command has written is no edit.
+    // Changes of an earlier command are not edits.
     etc.run(&["enable"]).well()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
     ensure!(said.contains("it has loaded runtime handler runc-pause"), "{said}");

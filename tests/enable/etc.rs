@@ -15,7 +15,7 @@ const RUNTIME: &str = "io.containerd.cri.v1.runtime";
 const IMAGES: &str = "io.containerd.cri.v1.images";
 const CRI_OF_2: &str = "io.containerd.grpc.v1.cri";
 
-/// What an operator has written, which must stay.
+/// The operator's text, which must stay.
 const HEAD: &str = "# The operator's own words.\n\t# A tab, and no order.\n";
 
 /// Files below a directory with their contents.
@@ -26,7 +26,7 @@ pub(crate) struct Etc {
     pub(crate) node: Arc<Node>,
 }
 
-/// What a command printed, and whether it succeeded.
+/// The output of a command, and whether it succeeded.
 pub(crate) struct Ran {
     pub(crate) success: bool,
     pub(crate) text: String,
@@ -204,7 +204,7 @@ fn of_version(mut table: Table, version: i64) -> Table {
     let runtimes = &mut plugins[RUNTIME]["containerd"]["runtimes"];
     let runtimes = runtimes.as_table_mut().unwrap();
     runtimes.retain(|name, _| !name.starts_with("runc-pause"));
-    // What the new handler is to take over.
+    // Settings that the new handler must copy.
     let runc = runtimes["runc"].as_table_mut().unwrap();
     runc.insert("pod_annotations".to_owned(), vec!["io.test/*"].into());
     runc.insert("privileged_without_host_devices".to_owned(), true.into());
@@ -226,12 +226,12 @@ fn of_version(mut table: Table, version: i64) -> Table {
         4 => {
             let grpc = table.remove("grpc").unwrap();
             let address = grpc["address"].as_str().unwrap().to_owned();
-            let of = |address: String| {
+            let server = |address: String| {
                 Value::Table(Table::from_iter([("address".to_owned(), address.into())]))
             };
             let plugins = table["plugins"].as_table_mut().unwrap();
-            let ttrpc = of(format!("{address}.ttrpc"));
-            plugins.insert("io.containerd.server.v1.grpc".to_owned(), of(address));
+            let ttrpc = server(format!("{address}.ttrpc"));
+            plugins.insert("io.containerd.server.v1.grpc".to_owned(), server(address));
             plugins.insert("io.containerd.server.v1.ttrpc".to_owned(), ttrpc);
         }
         _ => {}

@@ -1,4 +1,4 @@
-//! What commands do with the edits, the handlers and the files of others, and with the options of
+//! Commands on a node with the edits, the handlers and the files of others, and with the options of
 //! an earlier command.
 
 use std::fs;
@@ -95,7 +95,7 @@ async fn options_that_a_command_undoes_are_named(node: Arc<Node>) -> Result<()> 
         Ok(handler["options"].get("BinaryName").and_then(|name| name.as_str()).map(str::to_owned))
     };
     ensure!(binary()?.as_deref() == Some("/opt/nvidia"), "{:?}", binary()?);
-    // What the handler has, and the sandboxer's settings no longer have.
+    // A setting that the handler has and the sandboxer's settings no longer have.
     let settings = etc.node.layout().sandboxer_config();
     let text = fs::read_to_string(&settings)?;
     fs::write(&settings, text.replace("pod_annotations", "# pod_annotations"))?;

@@ -10,7 +10,7 @@ use kit::{Handler, Node, Options, PodSpec};
 use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::Runtime;
 
-/// What a case may take at most, unless it says otherwise; a hang is a failure.
+/// Time limit of a case, unless it has its own; a hang is a failure.
 const LIMIT: Duration = Duration::from_secs(120);
 /// Lines of each daemon's log that a failed case shows.
 const LOG_LINES: usize = 40;
@@ -78,7 +78,7 @@ struct Suite {
 /// Runs the cases that the command line asks for.
 pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // What one case leaves, or slows, must not be mistaken for another's.
+    // Leftovers and delays of one case must not be mistaken for those of another.
     arguments.test_threads = Some(1);
     let runtime = match Runtime::new() {
         Ok(runtime) => runtime,

@@ -33,7 +33,7 @@ const TIMES: usize = 15;
 /// Others may be this much slower during a fault than under the same tracer without one: far less
 /// than any of the hangs.
 const RATIO: u32 = 10;
-/// What is not worth a comparison on a busy machine.
+/// Differences that a busy machine makes are not compared.
 const NOISE: Duration = Duration::from_millis(50);
 
 /// Medians of Status of a living pod and of Start of new ones.
@@ -176,11 +176,13 @@ async fn a_cleanup_that_fails() -> Result<()> {
         // No caller asks for the killed one; the other was to be shut down, and is in time.
         until("the cleanup is done", Duration::from_secs(40), async || {
             let left: Vec<String> = standalone.left()?;
-            let of = |id: &str, kind: &str| {
+            let leftovers = |id: &str, kind: &str| {
                 left.iter().filter(|l| l.starts_with(kind) && l.contains(id)).count()
             };
             ensure!(
-                of(&killed, "mount") == 0 && of(&killed, "cgroup") == 0 && of(&stopped, "") == 0,
+                leftovers(&killed, "mount") == 0
+                    && leftovers(&killed, "cgroup") == 0
+                    && leftovers(&stopped, "") == 0,
                 "left: {left:#?}"
             );
             Ok(())

@@ -44,7 +44,7 @@ async fn no_descriptors() -> Result<()> {
     limit(daemon, "3")?;
     let error = controller.start(&id).await.err().context("started without a descriptor")?;
     ensure!(error.message.contains("os error 24") && error.message.contains(&id), "{error}");
-    // What needs no new descriptor works: status, exit, Wait.
+    // Operations without a new descriptor work: status, exit, Wait.
     ensure!(
         controller.status(&standalone.id("unknown"), false).await.is_err(),
         "status of an unknown id"

@@ -20,7 +20,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// What is said of a process's mounts is what becomes of one: this process is containerd, and
+/// The verdict on a process's mounts matches the fate of a mount: this process is containerd, and
 /// others mount below its state directory.
 async fn mounts_are_seen_where_they_are_propagated() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -118,7 +118,7 @@ async fn node_mount_namespace_of_its_own(node: Arc<Node>) -> Result<()> {
     pod.remove().await
 }
 
-/// What `check` prints of the node.
+/// The output of `check` about the node.
 fn found(node: &Node) -> Result<String> {
     let layout = node.layout();
     let mut command = Command::new(binary());

@@ -15,7 +15,7 @@ use nix::sched::{CloneFlags, unshare};
 
 use crate::standalone::Standalone;
 
-/// What a sandbox is to be.
+/// The wanted state of a sandbox.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
     /// Below which cgroup; empty: the daemon's own.

@@ -1,4 +1,4 @@
-//! What recovery makes of what an earlier daemon has left, on the real kernel.
+//! Recovery from the leftovers of an earlier daemon, on the real kernel.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -322,7 +322,7 @@ async fn after_a_reboot() -> Result<()> {
     let id = standalone.id("before");
     let pid = shape.run(&controller, &id).await?;
     standalone.kill()?;
-    // What a reboot takes: processes, mounts, and all below /run. containerd's root stays.
+    // A reboot removes processes, mounts, and all below /run. containerd's root stays.
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
     for point in [
         standalone.shm(&id),

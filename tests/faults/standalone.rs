@@ -207,7 +207,7 @@ impl Standalone {
         .await
     }
 
-    /// What it has logged.
+    /// The daemon's log.
     pub(crate) fn logged(&self) -> String {
         String::from_utf8_lossy(&fs::read(self.log()).unwrap_or_default()).into_owned()
     }

@@ -27,7 +27,7 @@ const PACE: Duration = Duration::from_micros(50);
 /// The message of a stop at the entry of a call (`PTRACE_EVENTMSG_SYSCALL_ENTRY`, Linux 5.3).
 const ENTRY: libc::c_long = 1;
 
-/// What was seen.
+/// The observed calls.
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     /// The calls that change the system, in their order; the last is the one at which the daemon
@@ -197,7 +197,7 @@ impl Call {
         String::from_utf8_lossy(&bytes[..end]).into_owned()
     }
 
-    /// What a descriptor is.
+    /// The target of a descriptor.
     fn file(&self, argument: usize) -> String {
         let link = format!("/proc/{}/fd/{}", self.tid, self.arguments[argument].cast_signed());
         fs::read_link(link).map(|path| path.to_string_lossy().into_owned()).unwrap_or_default()

@@ -14,7 +14,7 @@ use kit::{ContainerSpec, Handler, Node, Options, PodSpec, until};
 use libtest_mimic::{Arguments, Failed, Trial};
 use pause_sandboxer::oci_image::NAME;
 
-/// What happens at once on an idle machine may take a while on a busy one.
+/// Time limit for steps that take no time on an idle machine.
 const SOON: Duration = Duration::from_secs(20);
 
 /// A node that has imported the packaged drop-in, with the comment signs taken from the lines about

@@ -75,7 +75,7 @@ pub(crate) fn output(mut command: Command, input: &[u8]) -> Result<String> {
         .spawn()
         .with_context(|| shown.clone())?;
     let mut stdin = child.stdin.take().context("no stdin")?;
-    // One that does not read it all says why by itself.
+    // A program that does not read all input reports the reason itself.
     let _ = stdin.write_all(input);
     drop(stdin);
     let done = child.wait_with_output()?;

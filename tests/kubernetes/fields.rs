@@ -88,7 +88,7 @@ fn shared_pid(side: &Side) -> Result<Facts> {
     Ok(facts)
 }
 
-/// What kubelet reports of the handler in the node's status.
+/// kubelet's report of the handler in the node's status.
 fn features(side: &Side) -> Result<String> {
     let node = side.get(&format!("node/{NODE}"))?;
     let handlers = node["status"]["runtimeHandlers"].as_array().context("no handlers")?;

@@ -21,7 +21,7 @@ use crate::side::{Facts, LIMIT, Side, at, sleeping};
 pub(crate) const CASES: &[(&str, Run)] = &[("installer_and_uninstaller", Run::Both(installer))];
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
-/// What is placed on the node.
+/// The files that are placed on the node.
 const PLACED: [&str; 5] = [
     "/usr/local/bin/pause-sandboxer",
     "/etc/systemd/system/pause-sandboxer.service",
@@ -241,7 +241,7 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     Ok(facts)
 }
 
-/// What the pods of the DaemonSet have said.
+/// The log of the DaemonSet's pods.
 fn logs(cluster: &Cluster) -> String {
     let logs = ["logs", "-n", "kube-system", "-l", LABEL, "--tail=100"];
     cluster.kubectl(&logs).unwrap_or_else(|e| format!("{e:#}"))

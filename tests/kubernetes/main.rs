@@ -73,7 +73,7 @@ fn cases() -> Vec<Case> {
     .collect()
 }
 
-/// What all cases share.
+/// The objects that all cases share.
 struct Shared {
     cluster: Cluster,
     /// Taken for writing by a case that runs alone.

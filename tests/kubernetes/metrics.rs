@@ -31,12 +31,12 @@ fn series(facts: &mut Facts, page: &str, side: &Side, pod: &str) -> Result<()> {
             continue;
         }
         let metric = line.split('{').next().unwrap_or_default();
-        let of = match (label(line, "container"), label(line, "name")) {
+        let owner = match (label(line, "container"), label(line, "name")) {
             ("", "") => "pod",
             ("", _) => "sandbox",
             (container, _) => container,
         };
-        *counts.entry(format!("{page}: {metric} of {of}")).or_default() += 1;
+        *counts.entry(format!("{page}: {metric} of {owner}")).or_default() += 1;
     }
     ensure!(!counts.is_empty(), "{page} has nothing of {pod}");
     for (name, count) in counts {
@@ -67,10 +67,10 @@ fn summary(facts: &mut Facts, side: &Side, pod: &str) -> Result<()> {
     let path = format!("/api/v1/nodes/{NODE}/proxy/stats/summary");
     let summary: Value = serde_json::from_str(&side.cluster.kubectl(&["get", "--raw", &path])?)?;
     let pods = summary["pods"].as_array().context("no pods")?;
-    let of = |stats: &&Value| {
+    let is_wanted = |stats: &&Value| {
         at(stats, "podRef.name") == pod && at(stats, "podRef.namespace") == side.namespace()
     };
-    let stats = pods.iter().find(of).context("no such pod")?;
+    let stats = pods.iter().find(is_wanted).context("no such pod")?;
     let mut found = Vec::new();
     paths(stats, "summary: ", &mut found);
     found.sort();
@@ -88,7 +88,7 @@ fn all(side: &Side) -> Result<Facts> {
     Ok(facts)
 }
 
-/// What there is of pods that have run for a while: kubelet collects each kind at its own pace.
+/// The metrics of pods that have run for a while: kubelet collects each kind at its own pace.
 fn collected(sides: &[Side; 2]) -> Result<[Facts; 2]> {
     for side in sides {
         side.run(

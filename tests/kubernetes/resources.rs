@@ -1,4 +1,4 @@
-//! What a pod may use: requests and limits, overhead, resizing, and what happens without.
+//! Resources of a pod: requests and limits, overhead, resizing, and what happens without.
 
 use std::fs;
 use std::path::PathBuf;

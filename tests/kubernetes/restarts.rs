@@ -31,7 +31,7 @@ fn kubelet(sides: &[Side; 2]) -> Result<[Facts; 2]> {
     restarts(sides, "kubelet")
 }
 
-/// What must stay of a living pod.
+/// The facts of a living pod that must stay.
 fn identity(side: &Side, name: &str) -> Result<Value> {
     let pod = side.get(&format!("pod/{name}"))?;
     let container = &pod["status"]["containerStatuses"][0];
@@ -117,9 +117,9 @@ fn restarts(sides: &[Side; 2], program: &'static str) -> Result<[Facts; 2]> {
 }
 
 fn identities(sides: &[Side; 2]) -> Result<[Vec<Value>; 2]> {
-    let of =
+    let observed =
         |side: &Side| LIVING.iter().map(|name| identity(side, name)).collect::<Result<Vec<_>>>();
-    Ok([of(&sides[0])?, of(&sides[1])?])
+    Ok([observed(&sides[0])?, observed(&sides[1])?])
 }
 
 /// While the sandboxer is down, its pods neither begin nor end; those of the built-in do. Both

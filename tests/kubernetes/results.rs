@@ -1,4 +1,4 @@
-//! What the cases have shown, compared, printed and written down.
+//! The results of the cases, compared, printed and written down.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -86,11 +86,11 @@ impl Outcome {
 fn compare(builtin: &Facts, ours: &Facts) -> Vec<Difference> {
     let names: BTreeSet<&str> =
         builtin.0.iter().chain(&ours.0).map(|(name, _)| name.as_str()).collect();
-    let of = |facts: &Facts, name: &str| facts.get(name).unwrap_or("none").to_owned();
+    let shown = |facts: &Facts, name: &str| facts.get(name).unwrap_or("none").to_owned();
     let both = names.into_iter().map(|name| Difference {
         fact: name.to_owned(),
-        builtin: of(builtin, name),
-        ours: of(ours, name),
+        builtin: shown(builtin, name),
+        ours: shown(ours, name),
     });
     both.filter(|difference| difference.builtin != difference.ours).collect()
 }

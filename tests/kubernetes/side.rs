@@ -12,7 +12,7 @@ use crate::cluster::{Cluster, output, until};
 /// How long a pod may take to become what it should, on a busy machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
-/// What can be seen of a case, by name. Both handlers must show the same.
+/// The observed facts of a case, by name. Both handlers must show the same.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Facts(pub(crate) Vec<(String, String)>);
 
@@ -22,7 +22,7 @@ impl Facts {
     }
 
     pub(crate) fn get(&self, name: &str) -> Option<&str> {
-        self.0.iter().find(|(of, _)| of == name).map(|(_, value)| value.as_str())
+        self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
     /// Adds a fact that is the same on every node.
@@ -128,7 +128,7 @@ impl Side<'_> {
         Ok(list["items"].as_array().cloned().unwrap_or_default())
     }
 
-    /// What a shell in the first container of a pod prints.
+    /// The output of a shell in the first container of a pod.
     pub(crate) fn sh(&self, pod: &str, script: &str) -> Result<String> {
         self.kubectl(&["exec", pod, "--", "sh", "-c", script])
     }
@@ -159,9 +159,10 @@ impl Side<'_> {
 
     /// The reasons of the events of an object, once each.
     pub(crate) fn events(&self, name: &str) -> Result<String> {
-        let of = format!("involvedObject.name={name}");
+        let selector = format!("involvedObject.name={name}");
         let template = "jsonpath={range .items[*]}{.reason}{\"\\n\"}{end}";
-        let listed = self.kubectl(&["get", "events", "--field-selector", &of, "-o", template])?;
+        let listed =
+            self.kubectl(&["get", "events", "--field-selector", &selector, "-o", template])?;
         let mut reasons: Vec<&str> = listed.lines().collect();
         reasons.sort_unstable();
         reasons.dedup();

@@ -1,4 +1,4 @@
-//! What makes pods: controllers, files of kubelet, and what ends them.
+//! The makers of pods: controllers, files of kubelet; and the causes of their end.
 
 use std::fs;
 use std::path::PathBuf;

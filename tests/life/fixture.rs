@@ -37,7 +37,7 @@ pub(crate) struct Orders {
     pub(crate) hold_adoptions: Vec<Receiver<()>>,
 }
 
-/// What a pause that is frozen waits for before it can be thawed.
+/// The event after which a frozen pause can be thawed.
 type HoldThaw = Arc<Mutex<Option<Receiver<()>>>>;
 
 /// Makes pauses out of nothing. Lives longer than the controllers that use it, as the kernel does.

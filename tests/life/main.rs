@@ -254,7 +254,7 @@ async fn bad_requests_name_the_field_and_leave_nothing() {
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
-/// What no container of the pod could run with, although the sandbox could.
+/// Settings that no container of the pod could run with, although the sandbox could.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn configs_that_the_built_in_controller_refuses_are_refused() {
     let node = Node::new();
@@ -268,7 +268,7 @@ async fn configs_that_the_built_in_controller_refuses_are_refused() {
     let cases: [(&str, CreateRequest); 4] = [
         (
             "userns_options.uids",
-            security(|of| {
+            security(|context| {
                 let mapping = |container_id| IDMapping {
                     container_id,
                     host_id: 100_000,
@@ -281,24 +281,25 @@ async fn configs_that_the_built_in_controller_refuses_are_refused() {
                     gids: vec![mapping(0)],
                     ..Default::default()
                 };
-                of.namespace_options.mut_or_insert_default().userns_options = Some(users).into();
+                context.namespace_options.mut_or_insert_default().userns_options =
+                    Some(users).into();
             }),
         ),
         (
             "run_as_user",
-            security(|of| {
-                of.run_as_user = Some(Int64Value { value: -1, ..Default::default() }).into();
+            security(|context| {
+                context.run_as_user = Some(Int64Value { value: -1, ..Default::default() }).into();
             }),
         ),
         (
             "seccomp.localhost_ref",
-            security(|of| {
+            security(|context| {
                 let profile = SecurityProfile {
                     profile_type: ProfileType::Localhost.into(),
                     localhost_ref: "/no/such/profile".to_owned(),
                     ..Default::default()
                 };
-                of.seccomp = Some(profile).into();
+                context.seccomp = Some(profile).into();
             }),
         ),
         (
@@ -308,8 +309,10 @@ async fn configs_that_the_built_in_controller_refuses_are_refused() {
     ];
     for (field, request) in cases {
         let refused = controller.create(request).await;
-        let named = matches!(&refused, Err(Error::Invalid { field: of, .. }) if of.contains(field));
-        assert!(named, "{field}: {refused:?}");
+        let Err(Error::Invalid { field: named, .. }) = &refused else {
+            panic!("{field}: {refused:?}");
+        };
+        assert!(named.contains(field), "{field}: {refused:?}");
     }
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
@@ -332,7 +335,7 @@ async fn an_update_of_one_extension_keeps_the_others() {
     let record = std::fs::read(node.dir.path().join("state/sandboxes/a/record.json")).unwrap();
     let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
     let extensions = record["info"]["extensions"].as_object().unwrap();
-    let values = extensions.iter().map(|(key, of)| format!("{key}={}", of["type_url"]));
+    let values = extensions.iter().map(|(key, any)| format!("{key}={}", any["type_url"]));
     assert_eq!(values.collect::<Vec<_>>().join(" "), "given=\"2\" kept=\"1\"");
     controller.shutdown("a").await.unwrap();
 }
@@ -348,8 +351,8 @@ async fn a_thaw_that_hangs_keeps_no_other_sandbox_waiting() {
     }
     let (release, held) = mpsc::channel();
     *node.fake.hold_thaw.lock().unwrap() = Some(held);
-    let of = controller.clone();
-    let stop = tokio::spawn(async move { of.stop("frozen").await });
+    let stopping = controller.clone();
+    let stop = tokio::spawn(async move { stopping.stop("frozen").await });
     soon("the thaw", async || node.fake.hold_thaw.lock().unwrap().is_none().then_some(())).await;
     controller.stop("other").await.unwrap();
     assert!(!stop.is_finished(), "stopped before it is thawed");

@@ -1,4 +1,4 @@
-//! What a new daemon makes of the records of an earlier one.
+//! A new daemon with the records of an earlier one.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -71,7 +71,7 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
     eventually("the pause sleeps on", || running.status("State").starts_with('S'));
 }
 
-/// What a daemon sees that has not made the process: the maker is another process, which is this
+/// The view of a daemon that has not made the process: the maker is another process, which is this
 /// program again.
 #[test]
 fn a_pause_of_another_process_reports_its_exit() {

@@ -28,7 +28,7 @@ pub(crate) fn among_others() -> RwLockReadGuard<'static, ()> {
 
 pub(crate) fn alone() -> RwLockWriteGuard<'static, ()> {
     let guard = COUNTED.write().unwrap_or_else(|e| e.into_inner());
-    // What is opened once is open before anything is counted.
+    // Descriptors that are opened once are open before the count.
     drop(Running::start(plan()));
     guard
 }
@@ -44,7 +44,7 @@ pub(crate) fn plan() -> Plan {
     }
 }
 
-/// One that the test may ask for without CAP_SYS_RESOURCE.
+/// A value that the test may set without CAP_SYS_RESOURCE.
 pub(crate) fn own_oom_score() -> i32 {
     fs::read_to_string("/proc/self/oom_score_adj").unwrap().trim().parse().unwrap()
 }
@@ -125,7 +125,7 @@ pub(crate) fn own_namespace(kind: &str) -> PathBuf {
     fs::read_link(format!("/proc/self/ns/{kind}")).unwrap()
 }
 
-/// What `condition` asks for comes about within 10 s.
+/// Waits at most 10 s until `condition` is true.
 pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(10);
     while !condition() {
@@ -188,13 +188,13 @@ impl Parent {
     /// The directory in each hierarchy that the driver uses.
     pub(crate) fn everywhere(&self, below: &str) -> Vec<PathBuf> {
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
-        let of = |kind: &str| -> Vec<PathBuf> {
+        let mounted = |kind: &str| -> Vec<PathBuf> {
             let lines = mounts.lines().filter(|line| line.contains(&format!(" - {kind} ")));
             let mounts = lines.map(|line| line.split(' ').nth(4).unwrap());
             mounts.map(|mount| PathBuf::from(format!("{mount}{}/{below}", self.0))).collect()
         };
-        let v1 = of("cgroup");
-        if v1.is_empty() { of("cgroup2") } else { v1 }
+        let v1 = mounted("cgroup");
+        if v1.is_empty() { mounted("cgroup2") } else { v1 }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a pause process sees of the node, and the node of it.
+//! The pause process's view of the node, and the node's view of it.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;

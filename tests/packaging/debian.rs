@@ -115,7 +115,7 @@ fn removal(root: &Path, answer: &str) -> Output {
     Command::new("sh").args(["-c", &script, "prerm", "remove"]).env("PATH", path).output().unwrap()
 }
 
-/// What needs the sandboxer decides the program, and a program that cannot say it is no answer.
+/// The program decides what needs the sandboxer, and a program that fails gives no answer.
 #[test]
 fn a_removal_is_refused_where_new_pods_need_it_or_that_is_unknown() {
     let root = tempfile::tempdir().unwrap();

@@ -104,7 +104,7 @@ fn the_parts_of_the_installer_fit_together() {
 fn the_account_may_do_what_the_scripts_do() {
     let rbac = documents("rbac/rbac.yaml");
     let rules = |kind: &str| {
-        let role = rbac.iter().find(|of| of["kind"] == kind).unwrap();
+        let role = rbac.iter().find(|object| object["kind"] == kind).unwrap();
         role["rules"].as_array().unwrap().clone()
     };
     assert_eq!(

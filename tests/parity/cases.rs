@@ -24,11 +24,11 @@ pub(crate) enum Settings {
 
 /// One pod.
 pub(crate) struct Case {
-    /// What is given, and so the name.
+    /// The name, from the given field.
     pub(crate) name: String,
     /// On which node.
     pub(crate) settings: Settings,
-    /// What is asked for.
+    /// The requested pod.
     pub(crate) pod: PodSpec,
     /// The container that is run in it.
     pub(crate) container: ContainerSpec,
@@ -176,11 +176,11 @@ fn users() -> Vec<Case> {
 }
 
 fn names() -> Vec<Case> {
-    let of = |length: usize| "h".repeat(length);
+    let name = |length: usize| "h".repeat(length);
     vec![
         Case::new("no hostname", pod().hostname("")),
-        Case::new("hostname of 64 bytes", pod().hostname(&of(64))),
-        Case::new("hostname of 65 bytes", pod().hostname(&of(65))),
+        Case::new("hostname of 64 bytes", pod().hostname(&name(64))),
+        Case::new("hostname of 65 bytes", pod().hostname(&name(65))),
         Case::new("hostname with a domain", pod().hostname("pod.example.org")),
         Case::new("hostname with a line break", pod().hostname("one\ntwo")),
     ]
@@ -289,7 +289,7 @@ fn sysctls() -> Vec<Case> {
         Case::new("sysctls net/core/somaxconn=1235", with(&[("net/core/somaxconn", "1235")]))
             .reading(&["net.core.somaxconn"]),
     ];
-    // What the node would feel.
+    // Sysctls that would change the node.
     for (name, value) in [
         ("kernel.pid_max", "4000000"),
         ("vm.swappiness", "61"),

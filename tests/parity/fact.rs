@@ -4,14 +4,14 @@ use protobuf::MessageDyn;
 use protobuf::reflect::{ReflectFieldRef, ReflectValueRef};
 use serde_json::Value;
 
-/// What stands for a field that is not there.
+/// The value of a missing field.
 pub(crate) const ABSENT: &str = "-";
 
 /// Everything observed of one pod, by field.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Facts {
     facts: Vec<(String, String)>,
-    /// What is another in every pod, and what replaces it.
+    /// Values that differ in every pod, and their replacements.
     names: Vec<(String, String)>,
 }
 

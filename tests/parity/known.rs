@@ -13,9 +13,9 @@ pub(crate) struct Known {
     pub(crate) case: &'static str,
     /// The field.
     pub(crate) field: &'static str,
-    /// What the built-in controller makes.
+    /// The value of the built-in controller.
     pub(crate) builtin: &'static str,
-    /// What this sandboxer makes.
+    /// The value of this sandboxer.
     pub(crate) ours: &'static str,
     /// Why.
     pub(crate) why: &'static str,
@@ -46,7 +46,7 @@ pub(crate) fn systemd_runs() -> bool {
     Path::new("/run/systemd/system").is_dir()
 }
 
-/// What a node is.
+/// The properties of a node.
 struct Here {
     unified: bool,
     no_somaxconn: bool,

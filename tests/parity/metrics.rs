@@ -47,7 +47,7 @@ pub(crate) async fn observe(pod: &Pod, facts: &mut Facts) -> Result<()> {
     Ok(())
 }
 
-/// What metrics of this type tell.
+/// The facts in metrics of this type.
 fn decode(type_url: &str, value: &[u8]) -> Result<Used> {
     if type_url == "io.containerd.cgroups.v2.Metrics" {
         let reported = cgroups_v2::metrics::Metrics::parse_from_bytes(value)?;
@@ -69,7 +69,7 @@ fn decode(type_url: &str, value: &[u8]) -> Result<Used> {
     })
 }
 
-/// What is used of the pod's parent cgroup, in the units of its version.
+/// The usage of the pod's parent cgroup, in the units of its version.
 #[derive(Clone, Copy, Debug)]
 struct Used {
     cpu: Option<u64>,

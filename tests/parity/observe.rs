@@ -1,5 +1,5 @@
-//! What can be seen of a pod from outside: its pause on the node, its containers from inside, and
-//! what CRI reports.
+//! The facts of a pod that can be seen from outside: its pause on the node, its containers from
+//! inside, and what CRI reports.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -49,8 +49,8 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
     /// environment after that: the built-in's is runc until then. What starts it then, such as
     /// the runtime of its language, may have files open until it sleeps.
     const SOON: Duration = Duration::from_secs(10);
-    /// Of what follows the name in `/proc/PID/stat`: where the environment ends in the process's
-    /// memory, 0 until it has one (proc(5)).
+    /// The field after the name in `/proc/PID/stat` with the end of the environment in the
+    /// process's memory, 0 until it has one (proc(5)).
     const ENV_END: usize = 48;
     let proc = Path::new("/proc").join(pid.to_string());
     kit::until("the pause runs", SOON, async || {
@@ -112,7 +112,7 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
         let whose = if of_pause.ino() == of_node.ino() { "the node's" } else { "its own" };
         facts.add(format!("pause: {kind} namespace"), whose);
     }
-    // What a container that shares the PID namespace finds there.
+    // The view of a container that shares the PID namespace.
     let entries = fs::read_dir(proc.join("root"))?.count();
     facts.add("pause: its root", if entries == 0 { "empty" } else { "has files" });
     let label = fs::read(proc.join("attr/current")).unwrap_or_default();
@@ -197,7 +197,7 @@ pub(crate) async fn container(container: &Container, pause: u32, facts: &mut Fac
     Ok(())
 }
 
-/// What CRI tells of the pod: status, verbose info, statistics, and the OCI spec of its sandbox.
+/// CRI's report of the pod: status, verbose info, statistics, and the OCI spec of its sandbox.
 pub(crate) async fn reported(pod: &Pod, facts: &mut Facts) -> Result<()> {
     let cri = pod.node().cri();
     let answer = cri.pod_sandbox_status(pod.id(), true).await?;
@@ -274,7 +274,7 @@ fn in_store(pod: &Pod, filter: &str) -> Result<bool> {
     Ok(String::from_utf8_lossy(&output.stdout).contains(pod.id()))
 }
 
-/// What the verbose status tells of a pod that was given other resources. Only CRI of containerd
+/// The verbose status of a pod that was given other resources. Only CRI of containerd
 /// 2.3 and later tells its controller, so only this sandboxer is asked, in CRI's place.
 pub(crate) async fn resized(pod: &Pod, facts: &mut Facts) -> Result<()> {
     const RESOURCES: &str =

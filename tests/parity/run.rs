@@ -17,7 +17,7 @@ use crate::fact::Facts;
 use crate::table::Table;
 use crate::{Wanted, coverage, metrics, observe};
 
-/// What one pod may take at most.
+/// Time limit of one pod.
 const LIMIT: Duration = Duration::from_secs(60);
 /// How long is waited for cgroups that do not go, as both leave parents of some.
 const LEFT: Duration = Duration::from_secs(2);
@@ -67,7 +67,7 @@ pub(crate) async fn all(wanted: &Wanted) -> Result<bool> {
     Ok(table.end(left_out == 0) && missing.is_empty())
 }
 
-/// What is made once for all pods, such as the bridge.
+/// Makes the objects that all pods share, such as the bridge.
 async fn warm_up(node: &Arc<Node>) -> Result<()> {
     for handler in Handler::ALL {
         let pod = node.run(handler, PodSpec::new("warm-up")).await?;

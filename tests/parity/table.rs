@@ -11,13 +11,13 @@ use crate::known::{self, Known};
 /// shown.
 const WIDTH: usize = 44;
 
-/// What the two made of one field.
+/// The results of the two for one field.
 type Pair = (String, String);
 
 /// The lines so far.
 pub(crate) struct Table {
     known: Vec<&'static Known>,
-    /// What the two make of each field of a pod of which nothing special is asked.
+    /// The results of the two for each field of a plain pod.
     plain: BTreeMap<String, Pair>,
     used: Vec<bool>,
     same: usize,

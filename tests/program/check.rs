@@ -16,7 +16,7 @@ fn command(flags: &[String], containerd_config: &str) -> Command {
     command
 }
 
-/// What `check` prints of a config file of containerd.
+/// The output of `check` for a config file of containerd.
 fn found(config: &str) -> String {
     stdout(&command(&[], config).output().unwrap()).to_owned()
 }

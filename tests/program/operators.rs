@@ -1,4 +1,4 @@
-//! What an operator sees of a daemon with a real sandbox: list, inspect, stats, metrics, log.
+//! An operator's view of a daemon with a real sandbox: list, inspect, stats, metrics, log.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write};
@@ -95,7 +95,7 @@ fn asked(scratch: &Scratch, words: &[&str]) -> std::process::Output {
     program().args(words).args(scratch.flags()).output().unwrap()
 }
 
-/// What a command prints that must succeed.
+/// The output of a command that must succeed.
 fn output_of(scratch: &Scratch, words: &[&str]) -> String {
     let output = asked(scratch, words);
     assert!(output.status.success(), "{words:?}: {}", stderr(&output));
@@ -320,7 +320,7 @@ fn metrics_on_a_unix_socket() {
         "pause_sandboxer_calls_total{method=\"Start\",code=\"OK\"} 1",
         "pause_sandboxer_recovered_sandboxes 0",
     ] {
-        assert!(body.lines().any(|of| of == line), "{line} is not in\n{body}");
+        assert!(body.lines().any(|shown| shown == line), "{line} is not in\n{body}");
     }
     for (request, status) in [
         ("GET / HTTP/1.1\r\n\r\n", "404"),

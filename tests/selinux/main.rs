@@ -100,7 +100,7 @@ async fn sleeping(pod: &Pod, name: &str) -> Container {
     pod.run(ContainerSpec::sleeping(name)).await.unwrap()
 }
 
-/// What can be seen of a pod's labels, with its own level written as `LEVEL`; its second container
+/// The visible labels of a pod, with its own level written as `LEVEL`; its second container
 /// is privileged, if the pod is.
 async fn seen(node: &Arc<Node>, handler: Handler, spec: PodSpec) -> Vec<(&'static str, String)> {
     let pod = node.run(handler, spec).await.unwrap();

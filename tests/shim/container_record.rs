@@ -36,7 +36,7 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
-/// What `ctr` prints, in the namespace of CRI.
+/// The output of `ctr`, in the namespace of CRI.
 fn ctr(node: &Node, arguments: &[&str]) -> Result<String> {
     let output = Command::new(node.parts().program("ctr"))
         .arg("--address")
@@ -64,8 +64,8 @@ fn task(node: &Node, id: &str) -> Result<Option<(u32, String)>> {
     let listed = ctr(node, &["tasks", "list"])?;
     let fields = listed.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     for fields in fields {
-        if let [of, pid, status] = fields[..]
-            && of == id
+        if let [shown, pid, status] = fields[..]
+            && shown == id
         {
             return Ok(Some((pid.parse()?, status.to_owned())));
         }

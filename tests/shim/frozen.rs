@@ -65,7 +65,8 @@ struct Frozen(PathBuf, &'static str);
 
 impl Frozen {
     async fn new(dir: &Path) -> Result<Self> {
-        // What freezes, what thaws, and what says that all processes are frozen.
+        // The file and the values that freeze and thaw, and the value that reports all processes as
+        // frozen.
         let (file, freeze, thaw, shown, frozen) = if cgroup::unified()? {
             ("cgroup.freeze", "1", "0", "cgroup.events", "frozen 1")
         } else {
@@ -125,8 +126,8 @@ fn kept(daemon: u32) -> Result<(usize, usize)> {
     Ok((pidfds, fs::read_dir(format!("/proc/{daemon}/task"))?.count()))
 }
 
-/// What the daemon has now is no more than it had. One thread may wait in the kernel's stead; those
-/// that work on blocking calls come and go.
+/// The daemon has no more descriptors and threads than before. One thread may wait in the kernel's
+/// stead; those that work on blocking calls come and go.
 fn keeps_no_more_than(daemon: u32, before: (usize, usize)) -> Result<()> {
     let after = kept(daemon)?;
     ensure!(

@@ -421,7 +421,7 @@ async fn fifty_pods_leave_no_shim(harness: Arc<Harness>) -> Result<()> {
     Ok(())
 }
 
-/// What containerd asks of the shim goes wrong on its way; the pod is removed all the same, as
+/// containerd's calls to the shim fail on their way; the pod is removed all the same, as
 /// kubelet does, and nothing of it stays.
 ///
 /// Promise: failed_shim_leaves_nothing.

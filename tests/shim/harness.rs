@@ -1,4 +1,4 @@
-//! What the cases stand on: a node whose shims misbehave on order, and the list of them.
+//! The base of the cases: a node whose shims misbehave on order, and the list of them.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -11,13 +11,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use kit::machine::processes::{self, Proc};
 use kit::{ContainerSpec, Handler, Node, Options, Pod, PodSpec, until};
 
-/// What happens at once on an idle machine may take a while on a busy one.
+/// Time limit for steps that take no time on an idle machine.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
 /// How long a case may take.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
-/// What shims get beside the daemon's own variables.
+/// Variables that shims get beside the daemon's own.
 pub(crate) const SHIM_ENV: &str = r#"shim_env = ["KIT_VARIABLE=set"]"#;
 
 /// Who starts the pods' shims.
@@ -100,13 +100,13 @@ impl Harness {
         self.order("freeze")
     }
 
-    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`:
+    /// The order for the next calls of a method, of shims that came by the order `proxy`:
     /// `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`.
     pub(crate) fn misbehave(&self, method: &str, how: &str) -> Result<()> {
         Ok(fs::write(crate::proxy::calls(&self.order), format!("{method} {how}"))?)
     }
 
-    /// What the last call that cleans up after a shim had for the variable that is set for shims.
+    /// The shim variable's value in the last call that cleaned up after a shim.
     pub(crate) fn deleted(&self) -> Result<String> {
         Ok(fs::read_to_string(self.order.with_extension("deleted"))?)
     }

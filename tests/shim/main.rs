@@ -34,7 +34,7 @@ type Current = Mutex<Option<(Kind, Arc<Harness>)>>;
 
 async fn node(current: &Current, kind: Kind) -> Result<Arc<Harness>> {
     let mut current = current.lock().await;
-    if let Some((_, harness)) = current.as_ref().filter(|(of, _)| *of == kind) {
+    if let Some((_, harness)) = current.as_ref().filter(|(started, _)| *started == kind) {
         return Ok(harness.clone());
     }
     drop(current.take());
@@ -56,7 +56,7 @@ async fn one(current: &Current, case: &Case) -> Result<()> {
         Ok(()) => return Ok(()),
         Err(e) => e.context(harness.node.log_tails(60)),
     };
-    // What it has left would be mistaken for the next one's.
+    // Its leftovers would be mistaken for those of the next case.
     drop(current.lock().await.take());
     drop(harness);
     Err(failed)

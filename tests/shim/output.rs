@@ -132,10 +132,11 @@ impl Output {
             let Range { start, end: last } = self.lines_of(restart);
             // Without the last line: it was written when containerd ran again.
             let bytes = start * LINE..last * LINE;
-            let of = missing.iter().filter(|part| bytes.contains(&part.start)).collect::<Vec<_>>();
-            let lost = of.iter().map(|part| part.end - part.start).sum::<u64>();
-            let at_one_place = of.iter().all(|part| part.end <= bytes.end) && of.len() <= 1;
-            ensure!(at_one_place && lost <= end.may_lose(), "{end:?} ({bytes:?}): lost {of:?}");
+            let inside =
+                missing.iter().filter(|part| bytes.contains(&part.start)).collect::<Vec<_>>();
+            let lost = inside.iter().map(|part| part.end - part.start).sum::<u64>();
+            let at_one_place = inside.iter().all(|part| part.end <= bytes.end) && inside.len() <= 1;
+            ensure!(at_one_place && lost <= end.may_lose(), "{end:?} ({bytes:?}): lost {inside:?}");
         }
         let of_ends = |part: &Range<u64>| part.start / LINE % (self.many + 1) != self.many;
         ensure!(missing.iter().all(of_ends), "lost without a restart: {missing:?}");

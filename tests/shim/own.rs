@@ -30,7 +30,7 @@ fn program(shim: &Proc) -> Result<String> {
     Ok(path.file_name().unwrap_or_default().to_string_lossy().into_owned())
 }
 
-/// What containerd gives a shim, the variable that the harness sets, and that of the script by
+/// The variables from containerd, the one that the harness sets, and that of the script by
 /// which the harness starts the shim.
 const VARIABLES: [&str; 9] = [
     "PATH",
@@ -54,7 +54,7 @@ async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<
     ensure!(name == "runc-shim\n", "its name is {name:?}");
     let daemon = processes::one(harness.node.sandboxer_pid()?)?;
     ensure!(shim.cgroups == daemon.cgroups, "{} and {}", shim.cgroups, daemon.cgroups);
-    // What the daemon has open: its lock, records, the programs of pause and shim.
+    // Files that the daemon has open: its lock, records, the programs of pause and shim.
     for entry in fs::read_dir(format!("/proc/{}/fd", shim.pid))? {
         // It may have closed one meanwhile.
         let Ok(to) = fs::read_link(entry?.path()) else { continue };
@@ -120,7 +120,7 @@ async fn a_container_that_ends_while_containerd_is_down_keeps_its_exit(
     no_shim(&pod).await
 }
 
-/// What `list -o json` shows of the shim of that pod.
+/// The memory of that pod's shim in `list -o json`.
 fn shim_memory(harness: &Harness, pod: &Pod) -> Result<Option<u64>> {
     let output = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
         .args(["list", "-o", "json", "--config"])
@@ -128,8 +128,8 @@ fn shim_memory(harness: &Harness, pod: &Pod) -> Result<Option<u64>> {
         .output()?;
     ensure!(output.status.success(), "list: {}", String::from_utf8_lossy(&output.stderr));
     let all: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout)?;
-    let of = all.iter().find(|of| of["id"] == pod.id()).context("the pod is not listed")?;
-    Ok(of["shim_memory_bytes"].as_u64())
+    let line = all.iter().find(|line| line["id"] == pod.id()).context("the pod is not listed")?;
+    Ok(line["shim_memory_bytes"].as_u64())
 }
 
 async fn the_memory_of_a_shim_is_shown_while_there_is_one(harness: Arc<Harness>) -> Result<()> {

@@ -111,7 +111,7 @@ impl Streams {
             self.last.to_be_bytes()
         } else {
             let known =
-                self.callers.iter().find(|(_, of)| **of == caller).map(|(stream, _)| *stream);
+                self.callers.iter().find(|(_, known)| **known == caller).map(|(stream, _)| *stream);
             known.ok_or_else(|| io::Error::other("data of no call"))?
         };
         let mut frame = frame.to_vec();
@@ -198,8 +198,8 @@ fn write(to: &Writer, frame: &[u8]) -> io::Result<()> {
     locked(to).write_all(frame)
 }
 
-fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An answer of the shim's that it has failed.
@@ -234,7 +234,7 @@ enum Order {
     Late(Duration),
 }
 
-/// What is to become of a call; an order for a number of calls is used up by them.
+/// The order for a call; an order for a number of calls is used up by them.
 fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
     static TURN: Mutex<()> = Mutex::new(());
     if frame[8] != REQUEST {
@@ -244,13 +244,13 @@ fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
     let _turn = locked(&TURN);
     let text = fs::read_to_string(calls).unwrap_or_default();
     let words: Vec<&str> = text.split_whitespace().collect();
-    let [of, how, number] = words.as_slice() else { return Ok(Order::Pass) };
+    let [ordered, how, number] = words.as_slice() else { return Ok(Order::Pass) };
     let number: u64 = number.parse()?;
-    if *of != method || number == 0 {
+    if *ordered != method || number == 0 {
         return Ok(Order::Pass);
     }
     let left = if *how == "late" { 0 } else { number - 1 };
-    fs::write(calls, format!("{of} {how} {left}"))?;
+    fs::write(calls, format!("{ordered} {how} {left}"))?;
     Ok(match *how {
         "fail" => Order::Fail,
         "hang" => Order::Hang,

@@ -1,4 +1,4 @@
-//! What the tests ask of the node.
+//! The tests' queries of the node.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -103,7 +103,7 @@ fn a_scope_lives_as_long_as_its_pause() {
             assert_eq!(show(&unit, property), value, "{property}");
         }
         if unified() {
-            // What the slice has, its pods have.
+            // Pods inherit the attribute of the slice.
             let controllers =
                 fs::read_to_string(format!("/sys/fs/cgroup/{}/cgroup.controllers", path(&plan)))
                     .unwrap();

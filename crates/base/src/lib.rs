@@ -1,4 +1,4 @@
-//! What the daemon and the node tools share.
+//! Code that the daemon and the node tools share.
 
 pub mod config;
 pub mod error;

@@ -9,7 +9,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What is done.
+/// The step in errors.
 pub const READ: &str = "read metrics of cgroup";
 
 /// Name of the message of version 1 in an `Any`.
@@ -17,7 +17,7 @@ pub const V1: &str = "io.containerd.cgroups.v1.Metrics";
 /// Name of the message of version 2 in an `Any`.
 pub const V2: &str = "io.containerd.cgroups.v2.Metrics";
 
-/// What cannot be read.
+/// A file that cannot be read.
 #[derive(Debug)]
 pub struct Error {
     /// The file, or the cgroup.

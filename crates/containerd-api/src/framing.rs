@@ -37,7 +37,7 @@ const TIMEOUT: &str = "grpc-timeout";
 pub struct Status {
     /// The gRPC code; never OK.
     pub code: Code,
-    /// What happened.
+    /// The reason for operators.
     pub message: String,
 }
 

@@ -199,13 +199,14 @@ mod tests {
 
     #[test]
     fn a_name_means_one_sandbox() {
-        let of = |id: &str, pod: &str| Sandbox {
+        let sandbox = |id: &str, pod: &str| Sandbox {
             id: id.to_owned(),
             pod: pod.to_owned(),
             namespace: "default".to_owned(),
             ..Default::default()
         };
-        let all = [of("ab1", "web"), of("ab2", "db"), of("ab", "db"), of("c", "x")];
+        let all =
+            [sandbox("ab1", "web"), sandbox("ab2", "db"), sandbox("ab", "db"), sandbox("c", "x")];
         for (name, id) in [("ab1", "ab1"), ("ab", "ab"), ("c", "c"), ("default/web", "ab1")] {
             assert_eq!(resolve(name, &all).unwrap().id, id, "{name}");
         }

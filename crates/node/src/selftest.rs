@@ -342,7 +342,7 @@ mod tests {
 
     #[test]
     fn the_table_has_a_row_for_each_step() {
-        let of = |handler: &str, timings: &[Timing], failed| Column {
+        let column = |handler: &str, timings: &[Timing], failed| Column {
             handler: handler.to_owned(),
             timings: timings.to_vec(),
             failed,
@@ -350,8 +350,8 @@ mod tests {
         let ms = Duration::from_millis;
         let failed = || SelftestError("no image".to_owned());
         let columns = [
-            of("runc-pause", &[("a", ms(1)), ("b", ms(1500))], None),
-            of("runc", &[("a", ms(20))], Some(("b", failed()))),
+            column("runc-pause", &[("a", ms(1)), ("b", ms(1500))], None),
+            column("runc", &[("a", ms(20))], Some(("b", failed()))),
         ];
         let shown = table(&columns);
         let lines: Vec<Vec<&str>> =
@@ -432,8 +432,11 @@ mod tests {
             a.options = { Root = '/r' }\nb.options = { Root = '' }\n"
             .parse()
             .unwrap();
-        let of = |handler| runc_root(&merged, handler);
-        assert_eq!([of("a"), of("b"), of("c")], ["/r", RUNC_ROOT, RUNC_ROOT].map(PathBuf::from));
+        let root = |handler| runc_root(&merged, handler);
+        assert_eq!(
+            [root("a"), root("b"), root("c")],
+            ["/r", RUNC_ROOT, RUNC_ROOT].map(PathBuf::from)
+        );
     }
 
     #[test]
@@ -441,10 +444,10 @@ mod tests {
         let failed = || Some(SelftestError("no image".to_owned()));
         let step = || StepErrors::from(StepError::new("remove image", std::io::Error::other("x")));
         after_removal(None, Ok(())).unwrap();
-        let of = |failed, removed| after_removal(failed, removed).unwrap_err().to_string();
-        assert_eq!(of(failed(), Ok(())), "no image");
+        let error = |failed, removed| after_removal(failed, removed).unwrap_err().to_string();
+        assert_eq!(error(failed(), Ok(())), "no image");
         let left = "failed to remove resources of the test: remove image: x";
-        assert_eq!(of(None, Err(step())), left);
-        assert_eq!(of(failed(), Err(step())), format!("no image; {left}"));
+        assert_eq!(error(None, Err(step())), left);
+        assert_eq!(error(failed(), Err(step())), format!("no image; {left}"));
     }
 }

@@ -42,7 +42,7 @@ where
     })
 }
 
-/// What is answered.
+/// The answers to the calls.
 pub struct Answers {
     reader: OwnedReadHalf,
     bytes: Vec<u8>,

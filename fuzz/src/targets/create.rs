@@ -102,7 +102,7 @@ fn accepted(record: &Record, pod: &cri::PodSandboxConfig, config: &Config) {
         );
         assert!(breaks || text.split_terminator('\n').all(known), "{text:?}");
     }
-    // What a later daemon reads is what was accepted, and it is decoded as it was.
+    // A later daemon reads the record that was accepted, and decodes the same values.
     let json = serde_json::to_vec(record).expect("it is recorded");
     let again: Record = serde_json::from_slice(&json).expect("the record is read");
     assert!(again == *record, "{record:?} became {again:?}");

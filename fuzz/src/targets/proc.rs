@@ -1,4 +1,4 @@
-//! What is read from `/proc`: the first byte says which file, the rest is its content.
+//! Files of `/proc`: the first byte selects the file, the rest is its content.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -75,7 +75,7 @@ fn of_cgroup(content: &[u8]) {
 }
 
 pub fn seeds() -> Seeds {
-    let of = |kind: u8, content: &str| [&[kind], content.as_bytes()].concat();
+    let input = |kind: u8, content: &str| [&[kind], content.as_bytes()].concat();
     let stat = "4711 (a) R (b) S 1 4711 4711 0 -1 4194560 96 0 0 0 0 0 0 0 20 0 1 0 123456 1048576 \
         12 \
         18446744073709551615 1 1 0 0 0 0 0 0 65536 0 0 0 17 0 0 0 0 0 0 0 0 0 0 0 0 0 9\n";
@@ -88,16 +88,16 @@ pub fn seeds() -> Seeds {
         "36 31 0:38 / /sys/fs/c\\040group rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
     let id = "0123456789abcdef".repeat(4);
     vec![
-        ("stat".into(), of(0, stat)),
-        ("stat-zombie".into(), of(0, &stat.replace(") S", ") Z"))),
-        ("stat-short".into(), of(0, "42 (pause) S 1 2")),
-        ("mountinfo-hybrid".into(), of(1, v1)),
-        ("mountinfo-unified".into(), of(1, v2)),
-        ("cgroup-v1".into(), of(2, &format!("2:cpu:/\n1:name=systemd:/kubepods/pod1/{id}/b\n"))),
+        ("stat".into(), input(0, stat)),
+        ("stat-zombie".into(), input(0, &stat.replace(") S", ") Z"))),
+        ("stat-short".into(), input(0, "42 (pause) S 1 2")),
+        ("mountinfo-hybrid".into(), input(1, v1)),
+        ("mountinfo-unified".into(), input(1, v2)),
+        ("cgroup-v1".into(), input(2, &format!("2:cpu:/\n1:name=systemd:/kubepods/pod1/{id}/b\n"))),
         (
             "cgroup-systemd".into(),
-            of(2, &format!("0::/kubepods.slice/cri-containerd-{id}.scope\n")),
+            input(2, &format!("0::/kubepods.slice/cri-containerd-{id}.scope\n")),
         ),
-        ("cgroup-session".into(), of(2, "0::/user.slice/user-0.slice/session-3.scope\n")),
+        ("cgroup-session".into(), input(2, "0::/user.slice/user-0.slice/session-3.scope\n")),
     ]
 }

@@ -155,14 +155,14 @@ pub fn whole() -> Record {
 }
 
 pub fn seeds() -> Seeds {
-    let of = |kind: u8, content: Vec<u8>| [vec![kind], content].concat();
+    let input = |kind: u8, content: Vec<u8>| [vec![kind], content].concat();
     let json = |kind: u8, value: &dyn Fn() -> serde_json::Result<Vec<u8>>| {
-        of(kind, value().expect("it is encoded"))
+        input(kind, value().expect("it is encoded"))
     };
     let record = |change: fn(&mut serde_json::Value)| {
         let mut value = serde_json::to_value(whole()).expect("it is encoded");
         change(&mut value);
-        of(0, value.to_string().into())
+        input(0, value.to_string().into())
     };
     let at = SystemTime::UNIX_EPOCH + Duration::new(1_700_000_000, 5);
     let identity = Identity {
@@ -175,8 +175,8 @@ pub fn seeds() -> Seeds {
         ("record".into(), record(|_| {})),
         ("record-newer".into(), record(|value| value["version"] = 2.into())),
         ("record-of-another".into(), record(|value| value["id"] = "other".into())),
-        ("record-cut".into(), of(0, b"{\"version\":1,\"id\":\"6f1c2a9be0d4\",".into())),
-        ("record-empty".into(), of(0, Vec::new())),
+        ("record-cut".into(), input(0, b"{\"version\":1,\"id\":\"6f1c2a9be0d4\",".into())),
+        ("record-empty".into(), input(0, Vec::new())),
         ("stage-created".into(), json(1, &|| serde_json::to_vec(&Stage::Created))),
         (
             "stage-started".into(),
@@ -188,6 +188,6 @@ pub fn seeds() -> Seeds {
                 serde_json::to_vec(&Stage::Exited { pid: 4711, exit: Exit { status: 137, at } })
             }),
         ),
-        ("stage-empty".into(), of(1, Vec::new())),
+        ("stage-empty".into(), input(1, Vec::new())),
     ]
 }

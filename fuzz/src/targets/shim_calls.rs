@@ -48,7 +48,7 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// What is written into a bundle can be read there.
+/// Options that were written into a bundle can be read again.
 fn of_options(content: &[u8]) {
     match options_json("containerd.runc.v1.Options", content) {
         Ok(json) => {
@@ -106,7 +106,7 @@ fn of_pause(content: &[u8]) {
 }
 
 pub fn seeds() -> Seeds {
-    let of = |kind: u8, content: &[u8]| [&[kind], content].concat();
+    let input = |kind: u8, content: &[u8]| [&[kind], content].concat();
     let encoded =
         |message: &dyn protobuf::MessageDyn| message.write_to_bytes_dyn().expect("it is encoded");
     let mut create = api::CreateTaskRequest::new();
@@ -127,15 +127,18 @@ pub fn seeds() -> Seeds {
     (options.binary_name, options.root) = ("/usr/bin/runc".into(), "/run/r".into());
     (options.systemd_cgroup, options.io_uid) = (true, 1000);
     vec![
-        ("create".into(), of(1, &encoded(&create))),
-        ("kill".into(), of(8, &encoded(&kill))),
-        ("exec".into(), of(9, &encoded(&exec))),
-        ("resize".into(), of(10, &encoded(&resize))),
-        ("shutdown".into(), of(16, b"")),
-        ("options".into(), of(17, &encoded(&options))),
-        ("process".into(), of(18, br#"{"terminal":true,"args":["a",1.50,null],"x":{"y":[1e9]}}"#)),
-        ("id".into(), of(19, b"0123-a_b.c")),
-        ("id-path".into(), of(19, b"../a")),
-        ("pause".into(), of(20, br#"{"id":"a","pid":7,"start_time":9}"#)),
+        ("create".into(), input(1, &encoded(&create))),
+        ("kill".into(), input(8, &encoded(&kill))),
+        ("exec".into(), input(9, &encoded(&exec))),
+        ("resize".into(), input(10, &encoded(&resize))),
+        ("shutdown".into(), input(16, b"")),
+        ("options".into(), input(17, &encoded(&options))),
+        (
+            "process".into(),
+            input(18, br#"{"terminal":true,"args":["a",1.50,null],"x":{"y":[1e9]}}"#),
+        ),
+        ("id".into(), input(19, b"0123-a_b.c")),
+        ("id-path".into(), input(19, b"../a")),
+        ("pause".into(), input(20, br#"{"id":"a","pid":7,"start_time":9}"#)),
     ]
 }

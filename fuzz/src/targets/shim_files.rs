@@ -1,4 +1,4 @@
-//! What the pods' own shim reads of files, and of strings in requests: the first byte says what.
+//! Files and strings of requests that the pods' own shim reads: the first byte selects the kind.
 
 use std::path::{Component, Path};
 
@@ -100,7 +100,7 @@ fn of_cgroup(text: &str) {
     }
 }
 
-/// What is removed with a container has its name.
+/// A cgroup that is removed with a container has its name.
 fn of_cgroups_path(text: &str) {
     if let Some(path) = cgroup_in_hierarchy(text, "id0") {
         assert!(path.is_relative());
@@ -121,25 +121,25 @@ fn of_uri(text: &str) {
 }
 
 pub fn seeds() -> Seeds {
-    let of = |kind: u8, content: &str| [&[kind], content.as_bytes()].concat();
+    let input = |kind: u8, content: &str| [&[kind], content.as_bytes()].concat();
     let mounts = "1 2 0:1 / / rw - ext4 a rw\n2 1 0:2 / /run/a\\040b/rootfs rw - tmpfs b rw\n";
     let log = "{\"level\":\"error\",\"msg\":\" one \",\"time\":\"t\"}\n{\"level\":\"warning\"}\n";
     let spec = r#"{"linux":{"namespaces":[{"type":"pid"},{"type":"ipc","path":"/proc/1/ns/ipc"}],
 "cgroupsPath":"/a/id0"},"process":{"args":["a"]}}"#;
     vec![
-        ("mountinfo".into(), of(0, mounts)),
-        ("log".into(), of(1, log)),
-        ("options".into(), of(2, "rbind\nro\nuidmap=0:1:2\nlowerdir=/a:/b\nloop\nremount")),
-        ("options-internal".into(), of(2, "X-containerd.mkdir.path=/a")),
-        ("lower".into(), of(3, "/var/s/12/fs:/var/s/1/fs:/var/s/13/fs")),
-        ("lower-apart".into(), of(3, "/a/b:/c/d")),
-        ("id-map".into(), of(4, "0:65536:1000,1000:0:1")),
-        ("cgroup-v1".into(), of(5, "5:cpu,cpuacct:/a/b\n4:memory:/a/b\n1:name=systemd:/s\n")),
-        ("cgroup-v2".into(), of(5, "0::/a/b\n")),
-        ("cgroup-outside".into(), of(5, "0::/../a\n4:memory:/../b\n")),
-        ("cgroups-path".into(), of(6, "/kubepods/pod1/id0")),
-        ("cgroups-path-systemd".into(), of(6, "kubepods-pod1.slice:cri-containerd:id0")),
-        ("config".into(), of(7, spec)),
-        ("uri".into(), of(8, "/usr/bin/log%20ger?--id=a%2Fb+c&-v")),
+        ("mountinfo".into(), input(0, mounts)),
+        ("log".into(), input(1, log)),
+        ("options".into(), input(2, "rbind\nro\nuidmap=0:1:2\nlowerdir=/a:/b\nloop\nremount")),
+        ("options-internal".into(), input(2, "X-containerd.mkdir.path=/a")),
+        ("lower".into(), input(3, "/var/s/12/fs:/var/s/1/fs:/var/s/13/fs")),
+        ("lower-apart".into(), input(3, "/a/b:/c/d")),
+        ("id-map".into(), input(4, "0:65536:1000,1000:0:1")),
+        ("cgroup-v1".into(), input(5, "5:cpu,cpuacct:/a/b\n4:memory:/a/b\n1:name=systemd:/s\n")),
+        ("cgroup-v2".into(), input(5, "0::/a/b\n")),
+        ("cgroup-outside".into(), input(5, "0::/../a\n4:memory:/../b\n")),
+        ("cgroups-path".into(), input(6, "/kubepods/pod1/id0")),
+        ("cgroups-path-systemd".into(), input(6, "kubepods-pod1.slice:cri-containerd:id0")),
+        ("config".into(), input(7, spec)),
+        ("uri".into(), input(8, "/usr/bin/log%20ger?--id=a%2Fb+c&-v")),
     ]
 }

@@ -26,12 +26,12 @@ pub fn seeds() -> Seeds {
         bytes.extend(payload);
         bytes
     };
-    let of = |cut: u8, frames: &[Vec<u8>]| [&[cut][..], &frames.concat()].concat();
+    let input = |cut: u8, frames: &[Vec<u8>]| [&[cut][..], &frames.concat()].concat();
     let long = [&(5u32 << 20).to_be_bytes()[..], &[0, 0, 0, 7, 1, 0]].concat();
     vec![
-        ("one".into(), of(3, &[frame(1, 1, b"request")])),
-        ("two".into(), of(0, &[frame(1, 1, b"a"), frame(3, 1, b"")])),
-        ("cut".into(), of(255, &[frame(1, 2, b"response")[..12].to_vec()])),
-        ("too-long".into(), of(9, &[long, frame(9, 1, b"behind")])),
+        ("one".into(), input(3, &[frame(1, 1, b"request")])),
+        ("two".into(), input(0, &[frame(1, 1, b"a"), frame(3, 1, b"")])),
+        ("cut".into(), input(255, &[frame(1, 2, b"response")[..12].to_vec()])),
+        ("too-long".into(), input(9, &[long, frame(9, 1, b"behind")])),
     ]
 }

@@ -1,4 +1,4 @@
-//! What is reported of a sandbox by what came with it: the first byte says which part, the rest is
+//! Data of a request that Status reports: the first byte selects the part, the rest is
 //! the part.
 
 use std::sync::LazyLock;
@@ -39,24 +39,24 @@ pub fn run(input: &[u8]) {
 }
 
 pub fn seeds() -> Seeds {
-    let of = |part: u8, content: &[u8]| [&[part], content].concat();
+    let input = |part: u8, content: &[u8]| [&[part], content].concat();
     let metadata = br#"{"Version":"v1","Metadata":{"ID":"x","Name":"n",
 "Config":{"metadata":{"name":"web-0"},
 "linux":{"overhead":{"cpu_period":1}}},"NetNSPath":"/run/netns/x","IP":"10.0.0.1",
 "RuntimeHandler":"r","CNIResult":{"Interfaces":{}}}}"#;
     vec![
-        ("metadata".into(), of(0, metadata)),
-        ("metadata-odd".into(), of(0, br#"{"Metadata":[1e999,{"a":null}]}"#)),
+        ("metadata".into(), input(0, metadata)),
+        ("metadata-odd".into(), input(0, br#"{"Metadata":[1e999,{"a":null}]}"#)),
         (
             "resources".into(),
-            of(
+            input(
                 1,
                 br#"{"overhead":{"cpu_period":100000},
 "resources":{"cpu_shares":2,"unified":{"a":"b"}}}"#,
             ),
         ),
-        ("runc".into(), of(2, b"\x08\x01\x2a\x0e/usr/sbin/runc\x32\x02/r\x48\x01")),
-        ("generic".into(), of(3, b"\x0a\x01t\x12\x05/a/b.\x1a\x03x=1")),
-        ("generic-odd".into(), of(3, b"\x08\x01\x0a\x02\xff\xfe")),
+        ("runc".into(), input(2, b"\x08\x01\x2a\x0e/usr/sbin/runc\x32\x02/r\x48\x01")),
+        ("generic".into(), input(3, b"\x0a\x01t\x12\x05/a/b.\x1a\x03x=1")),
+        ("generic-odd".into(), input(3, b"\x08\x01\x0a\x02\xff\xfe")),
     ]
 }

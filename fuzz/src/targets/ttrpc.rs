@@ -44,7 +44,7 @@ pub fn run(input: &[u8]) {
         }
         all
     });
-    let (mut of, mut good): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
+    let (mut answered, mut good): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
     for (stream, answer) in answers {
         let status = answer.status.as_ref().expect("an answer has a status");
         if status.code() == ttrpc::Code::OK {
@@ -53,15 +53,15 @@ pub fn run(input: &[u8]) {
             assert_told(&status.message);
             assert!(answer.payload.is_empty());
         }
-        of.push(stream);
+        answered.push(stream);
     }
     // Several may be on one stream, and their answers come in any order.
-    let count = |streams: &[u32], stream: u32| streams.iter().filter(|of| **of == stream).count();
+    let count = |streams: &[u32], stream: u32| streams.iter().filter(|id| **id == stream).count();
     for (stream, _) in &asked {
         let all: Vec<&[u8]> =
-            asked.iter().filter(|(of, _)| of == stream).map(|(_, payload)| *payload).collect();
+            asked.iter().filter(|(id, _)| id == stream).map(|(_, payload)| *payload).collect();
         let sound = all.iter().filter(|payload| !refused(*stream, payload)).count();
-        assert_eq!(count(&of, *stream), all.len(), "calls and answers of stream {stream}");
+        assert_eq!(count(&answered, *stream), all.len(), "calls and answers of stream {stream}");
         assert!(
             count(&good, *stream) <= sound,
             "a call of stream {stream} that is none is answered OK"

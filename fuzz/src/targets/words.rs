@@ -25,7 +25,7 @@ fn pattern(text: &str) {
     let Ok(read) = pattern.parse::<Pattern>() else { return };
     assert_eq!(read.as_str(), pattern);
     let fits = read.fits(name);
-    // What is no sign of a pattern stands for itself.
+    // A text without special characters matches itself.
     if !pattern.contains(['*', '?', '[', '\\']) {
         assert_eq!(fits, pattern == name);
     }
@@ -71,18 +71,18 @@ fn of_slice(text: &str) {
 }
 
 pub fn seeds() -> Seeds {
-    let of = |kind: u8, text: &str| [&[kind], text.as_bytes()].concat();
+    let input = |kind: u8, text: &str| [&[kind], text.as_bytes()].concat();
     vec![
-        ("pattern".into(), of(0, "a*[b-d]?\\*/[^x]\nabcd*/y")),
-        ("pattern-stars".into(), of(0, "a*b*c*d*/*\naxbxcxdx/y")),
-        ("trace".into(), of(1, "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")),
+        ("pattern".into(), input(0, "a*[b-d]?\\*/[^x]\nabcd*/y")),
+        ("pattern-stars".into(), input(0, "a*b*c*d*/*\naxbxcxdx/y")),
+        ("trace".into(), input(1, "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")),
         (
             "trace-later".into(),
-            of(1, "cc-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-what-will-be"),
+            input(1, "cc-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-what-will-be"),
         ),
-        ("id".into(), of(2, "0a1b-c.d_e")),
-        ("id-path".into(), of(2, "../x")),
-        ("slice".into(), of(3, "kubepods-burstable-pod1.slice")),
-        ("slice-root".into(), of(3, "-.slice")),
+        ("id".into(), input(2, "0a1b-c.d_e")),
+        ("id-path".into(), input(2, "../x")),
+        ("slice".into(), input(3, "kubepods-burstable-pod1.slice")),
+        ("slice-root".into(), input(3, "-.slice")),
     ]
 }

@@ -60,7 +60,7 @@ fn is_born_in_its_cgroup_of_version_2() {
     umount2(root, MntFlags::MNT_DETACH).unwrap();
 }
 
-/// What a Start is refused in a cgroup below `parent`, a directory of its own in the freezer's
+/// The error of a Start in a cgroup below `parent`, a directory of its own in the freezer's
 /// hierarchy at `root`.
 fn refused_below(driver: &Native, root: &Path, parent: &str) -> String {
     let plan = plan("frozen", &format!("/{parent}/below"));

@@ -7,12 +7,12 @@ use super::*;
 
 const EXIT: Exit = Exit { status: 137, at: std::time::SystemTime::UNIX_EPOCH };
 
-/// What follows an exit.
+/// The actions after an exit.
 fn exited() -> [Action; 3] {
     [Action::Publish, Action::Run(Job::Cleanup), Action::ReportExit(EXIT)]
 }
 
-/// What happens to the world next. What makes no sense at the moment is passed over.
+/// The next event in the world. An event that is impossible at the moment is skipped.
 #[derive(Clone, Copy, Debug)]
 enum WorldEvent {
     Ask(Rpc),
@@ -24,7 +24,7 @@ enum WorldEvent {
     PauseDies,
     /// The shim of the pod dies with containers in it.
     ShimDies,
-    /// What was killed is dead by now.
+    /// A killed process is dead by now.
     KillLands,
     /// The next kills are refused, or not.
     KillsFail(bool),
@@ -35,7 +35,7 @@ enum WorldEvent {
     Restart(bool),
 }
 
-/// What the owner, the driver and the callers know.
+/// The knowledge of the owner, the driver and the callers.
 #[derive(Debug)]
 struct World {
     machine: Machine,
@@ -159,7 +159,7 @@ impl World {
         self.feed(Event::Exited(EXIT));
     }
 
-    /// What recovery makes of what is on disk and in the kernel.
+    /// A new daemon recovers the sandbox from the disk and the kernel.
     fn restart(&mut self, can_tell: bool) {
         // Callers are answered UNAVAILABLE; jobs are interrupted.
         self.waiting.clear();

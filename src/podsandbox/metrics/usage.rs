@@ -9,7 +9,7 @@ use super::{failed_read, parent};
 use crate::cgroup::mounts::{ROOT, unified};
 use crate::error::StepError;
 
-/// What a pod's cgroup is charged for.
+/// The resource usage of a pod's cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Bytes.

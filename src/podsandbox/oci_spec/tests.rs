@@ -18,7 +18,7 @@ const PARENT: &str = "/kubepods.slice/kubepods-burstable.slice/\
     kubepods-burstable-pod8a5d0f2e_7f3b_4a59_9a53_5f0b9b4f6a11.slice";
 const CRI_ROOT: &str = "/var/lib/containerd/io.containerd.grpc.v1.cri";
 
-/// What kubelet sends for a burstable pod of one container.
+/// The config that kubelet sends for a burstable pod of one container.
 fn kubelet_pod() -> PodSandboxConfig {
     PodSandboxConfig {
         metadata: MessageField::some(PodSandboxMetadata {

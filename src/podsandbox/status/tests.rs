@@ -21,7 +21,7 @@ use crate::protos::cri::{
 
 const ID: &str = "4c1e5bd5f4b3c6b3f6a14a4c8d7e9f00112233445566778899aabbccddeeff00";
 
-/// What CRI writes into the extension before Create, with the result of the bridge plugin in it.
+/// The extension that CRI writes before Create, with the result of the bridge plugin.
 fn metadata() -> Value {
     json!({"Version": "v1", "Metadata": {
         "ID": ID,

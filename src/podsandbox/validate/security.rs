@@ -18,7 +18,7 @@ const FIELD: &str = "linux.security_context";
 /// Largest seccomp profile that is read, bytes.
 const LARGEST_PROFILE: u64 = 16 << 20;
 
-/// What a path of a profile may begin with.
+/// Optional prefix of a profile's path.
 const LOCALHOST: &str = "localhost/";
 
 /// Checks them as containerd does (`podsandbox/sandbox_run_linux.go`,

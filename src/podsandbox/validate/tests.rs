@@ -82,12 +82,12 @@ fn users_that_no_container_could_have_are_refused() {
 /// Promise: pods_equal_the_builtins.
 #[test]
 fn labels_are_as_long_as_containerd_takes_them() {
-    let of = |length: usize| {
+    let checked = |length: usize| {
         let mut pod = PodSandboxConfig::new();
         pod.labels.insert("k".repeat(96), "v".repeat(length));
         check_labels("id", &pod).map_err(|e| e.to_string())
     };
-    assert_eq!(of(4000), Ok(()));
-    let error = of(4001).unwrap_err();
+    assert_eq!(checked(4000), Ok(()));
+    let error = checked(4001).unwrap_err();
     assert!(error.contains("has 4097 bytes, key and value together, more than 4096"), "{error}");
 }

@@ -184,7 +184,7 @@ async fn a_process_gets_a_core_scheduling_domain_on_request() {
         socket: socket.as_fd(),
         errors: None,
     });
-    // What the kernel says to another process.
+    // The kernel's answer to another process.
     let script = "import ctypes; c = ctypes.CDLL(None, use_errno=True); \
                   print(0 if c.prctl(62, 1, 0, 1, 0) == 0 else ctypes.get_errno())";
     let said = Command::new("python3").args(["-c", script]).output().unwrap();

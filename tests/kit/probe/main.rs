@@ -1,4 +1,4 @@
-//! What runs inside the images of the tests, where busybox has nothing for it.
+//! The program inside the images of the tests, for tasks that busybox lacks.
 //!
 //! - `pause`: waits forever and reaps; the pause image of the built-in controller.
 //! - `shm-make KEY TEXT`, `shm-read KEY`, `shm-remove KEY`: a System V shared memory segment.
@@ -108,7 +108,7 @@ fn wait_for_ever() -> io::Result<()> {
 
 /// Takes away the memory of arguments and environment.
 fn hide() -> io::Result<()> {
-    /// Of what follows the name in `/proc/PID/stat`: where the arguments begin and the environment
+    /// Fields after the name in `/proc/PID/stat`: where the arguments begin and the environment
     /// ends (proc(5)).
     const ARG_START: usize = 48 - 3;
     const ENV_END: usize = 51 - 3;

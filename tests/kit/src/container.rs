@@ -11,7 +11,7 @@ use crate::image::TEST_IMAGE;
 use crate::node::Node;
 use crate::until;
 
-/// What a container is to be.
+/// The wanted config of a container.
 #[derive(Clone, Debug)]
 pub struct ContainerSpec {
     config: api::ContainerConfig,

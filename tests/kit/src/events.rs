@@ -1,4 +1,4 @@
-//! What containerd tells of the pods' and containers' lives.
+//! containerd's events of the pods' and containers' lives.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

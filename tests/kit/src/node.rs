@@ -67,7 +67,7 @@ impl Handler {
     }
 }
 
-/// What a node is made of.
+/// The options of a node.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// The sandboxer's binary. Without one, [`Node::start_sandboxer`] fails.
@@ -262,7 +262,7 @@ impl Node {
         match self.cri.run_pod_sandbox(home.config(), handler.name()).await {
             Ok(id) => Ok(Pod::new(self, handler, home, id)),
             Err(status) => {
-                // What is still in it shows in the next snapshot.
+                // A remaining entry shows in the next snapshot.
                 let _ = home.clear();
                 Err(anyhow::Error::new(status).context("RunPodSandbox"))
             }

@@ -52,7 +52,7 @@ const METHODS: [(&str, Event); 4] = [
     ("CreateContainer", Event::CREATE_CONTAINER),
 ];
 
-/// What the plugin received.
+/// The events that the plugin received.
 type Received = Arc<Mutex<Vec<(Event, PodSandbox)>>>;
 
 /// A plugin that is attached as long as this lives.
@@ -117,7 +117,7 @@ impl Drop for Plugin {
 /// The connection.
 struct Link {
     stream: UnixStream,
-    /// What containerd has sent to the plugin beyond the last whole message.
+    /// Bytes from containerd after the last whole message.
     unread: Vec<u8>,
 }
 

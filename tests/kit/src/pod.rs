@@ -15,7 +15,7 @@ use crate::machine::cgroup;
 use crate::node::{Handler, Node};
 use crate::until;
 
-/// What a pod is to be. As kubelet asks for it by default: a network of its own, one PID namespace
+/// The wanted config of a pod. kubelet's default: a network of its own, one PID namespace
 /// per container, shared IPC.
 #[derive(Clone, Debug)]
 pub struct PodSpec {
@@ -85,7 +85,7 @@ impl PodSpec {
         self
     }
 
-    /// What is to stand in the pod's resolv.conf.
+    /// The wanted content of the pod's resolv.conf.
     #[must_use]
     pub fn dns(mut self, servers: &[&str], searches: &[&str], options: &[&str]) -> Self {
         let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
@@ -147,8 +147,8 @@ impl PodSpec {
     }
 }
 
-/// What kubelet has made for a pod before it asks for its sandbox: the cgroup that is the sandbox's
-/// parent, and the directory of the containers' logs.
+/// The objects that kubelet makes for a pod before it asks for its sandbox: the cgroup that is the
+/// sandbox's parent, and the directory of the containers' logs.
 #[derive(Clone, Debug)]
 pub struct PodHome {
     config: api::PodSandboxConfig,

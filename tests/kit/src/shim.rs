@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// What the sandboxer's setting `shim` has by default.
+/// The sandboxer's default of the setting `shim`.
 const DEFAULT: &str = "own";
 
 /// Name of the sandboxer's own shim, in the directory of the sandboxer.

@@ -14,7 +14,7 @@ use crate::machine::cgroup_driver::{self, CgroupDriver};
 use crate::machine::{cgroup, mounts, processes};
 use crate::teardown;
 
-/// What is not looked at in a node's directory: containerd's stores of content, snapshots and
+/// Parts of a node's directory that are not compared: containerd's stores of content, snapshots and
 /// metadata, which its garbage collector clears in its own time, and logs.
 const IGNORED: [&str; 7] = [
     "logs",
@@ -47,7 +47,7 @@ pub enum Thing {
     Unit(String),
     /// An interface on the node's bridge.
     Interface(String),
-    /// What libcni remembers of a pod's network.
+    /// libcni's cache of a pod's network.
     CniResult(PathBuf),
     /// A System V shared memory segment of the machine's own IPC namespace: its id and key.
     Segment(String, String),
@@ -56,7 +56,7 @@ pub enum Thing {
 }
 
 impl Thing {
-    /// What kind of thing it is, in a word.
+    /// The kind of the object, in a word.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Process(..) => "process",
@@ -120,7 +120,7 @@ impl Snapshot {
         Ok(Self { things, log_length, layout: Some(layout.clone()) })
     }
 
-    /// What is here that is not in `before`, and what lies outside of the node's directory for the
+    /// Objects that are not in `before`, and objects outside of the node's directory for the
     /// ids that containerd's log has named since `before`.
     pub fn beyond(&self, before: &Self) -> Vec<Thing> {
         let mut left: Vec<Thing> = self.things.difference(&before.things).cloned().collect();
@@ -188,7 +188,7 @@ fn mount_points(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) 
 /// Every file of the node's directory; what is mounted there is a mount, not files.
 fn files(layout: &Layout, directory: &Path, things: &mut BTreeSet<Thing>) -> Result<()> {
     let Ok(device) = directory.metadata().map(|m| m.dev()) else { return Ok(()) };
-    // What goes meanwhile is gone.
+    // Files that are removed meanwhile are skipped.
     let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
     for entry in entries.flatten() {
         let path = entry.path();
@@ -223,7 +223,7 @@ fn segments(things: &mut BTreeSet<Thing>) -> Result<()> {
     Ok(())
 }
 
-/// What libcni remembers of a node's network.
+/// libcni's cache of a node's network.
 pub(crate) fn cni_results(layout: &Layout) -> Vec<PathBuf> {
     let prefix = format!("{}-", layout.name);
     let mine = |name: &String| name.starts_with(&prefix);
@@ -234,7 +234,7 @@ pub(crate) fn cni_results(layout: &Layout) -> Vec<PathBuf> {
         .collect()
 }
 
-/// What libcni remembers of a pod's loopback, whose network has the same name on all nodes.
+/// libcni's cache of a pod's loopback, whose network has the same name on all nodes.
 pub(crate) fn loopback_result(id: &str) -> PathBuf {
     Path::new(CNI_RESULTS).join(format!("cni-loopback-{id}-lo"))
 }

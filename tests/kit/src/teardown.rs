@@ -167,7 +167,7 @@ fn end_processes(layout: &Layout) -> Result<()> {
             return Ok(());
         }
         for process in &living {
-            // One that has ended meanwhile is what we want.
+            // A process that has ended meanwhile needs no signal.
             let _ = kill(Pid::from_raw(i32::try_from(process.pid)?), Signal::SIGKILL);
         }
         std::thread::sleep(Duration::from_millis(100));
@@ -210,7 +210,7 @@ fn remove_one(thing: &Thing) -> Result<()> {
     const BUSY: Duration = Duration::from_secs(2);
     match thing {
         Thing::Process(pid, _) => {
-            // One that has ended meanwhile is what we want.
+            // A process that has ended meanwhile needs no signal.
             let _ = kill(Pid::from_raw(i32::try_from(*pid)?), Signal::SIGKILL);
             Ok(())
         }

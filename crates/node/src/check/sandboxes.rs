@@ -75,21 +75,21 @@ mod tests {
 
     #[test]
     fn each_kind_of_trouble_is_one_finding() {
-        let of = |state: &str, failed_cleanups| Sandbox {
+        let sandbox = |state: &str, failed_cleanups| Sandbox {
             id: format!("id-{state}"),
             state: state.to_owned(),
             failed_cleanups,
             ..Default::default()
         };
         assert_eq!(
-            sandbox_findings(&[of("ready", 0), of("not ready", 0)])[0].fact,
+            sandbox_findings(&[sandbox("ready", 0), sandbox("not ready", 0)])[0].fact,
             "1 of 2 are ready"
         );
         let findings = sandbox_findings(&[
-            of("quarantined", 0),
-            of("unknown", 0),
-            of("not ready", 3),
-            of("ready", 0),
+            sandbox("quarantined", 0),
+            sandbox("unknown", 0),
+            sandbox("not ready", 3),
+            sandbox("ready", 0),
         ]);
         assert_eq!(
             findings.iter().map(|finding| finding.level).collect::<Vec<_>>(),

@@ -113,19 +113,19 @@ impl FileChange {
     ///
     /// # Errors
     /// The file at `path` cannot be read.
-    pub(super) fn copy(path: PathBuf, of: &FileState) -> Result<Self, StepError> {
-        let copy = Self::new(path, Some(of.bytes.clone()))?.private_as(of);
-        Ok(Self { modified: Some(of.modified), ..copy })
+    pub(super) fn copy(path: PathBuf, original: &FileState) -> Result<Self, StepError> {
+        let copy = Self::new(path, Some(original.bytes.clone()))?.private_as(original);
+        Ok(Self { modified: Some(original.modified), ..copy })
     }
 
     /// The change after which only those who can read `of` can read the file: containerd's config
     /// may have passwords of registries.
-    pub(super) fn private_as(mut self, of: &FileState) -> Self {
+    pub(super) fn private_as(mut self, other: &FileState) -> Self {
         if self.before.is_none() {
-            self.group = of.group;
+            self.group = other.group;
         }
-        let mut allowed = of.mode;
-        if self.group != of.group {
+        let mut allowed = other.mode;
+        if self.group != other.group {
             // The members of the file's own group may be other users.
             allowed = allowed & !0o070 | (allowed & 0o007) << 3;
         }

@@ -236,15 +236,15 @@ mod tests {
 
     #[test]
     fn settings_of_another_handler_are_announced() {
-        let of = |name: &str, is_named| BaseHandler { name: name.to_owned(), is_named };
+        let base = |name: &str, is_named| BaseHandler { name: name.to_owned(), is_named };
         let undone_by = |old: &BaseHandler, new: &BaseHandler| {
             let made = text(Some(3), false, false);
-            let (runc, line) = (of("runc", false).line(), old.line());
+            let (runc, line) = (base("runc", false).line(), old.line());
             assert!(made.contains(&runc), "{made}");
             undone(&made.replace(&runc, &line), &enablement(), new).join("\n")
         };
-        let (runc, nvidia) = (of("runc", false), of("nvidia", false));
-        let (named_runc, named_nvidia) = (of("runc", true), of("nvidia", true));
+        let (runc, nvidia) = (base("runc", false), base("nvidia", false));
+        let (named_runc, named_nvidia) = (base("runc", true), base("nvidia", true));
         let option = "this command undoes --options-of nvidia of the earlier `enable`; add \
                       --options-of nvidia to keep it";
         assert_eq!(undone_by(&named_nvidia, &runc), option);
@@ -262,17 +262,17 @@ mod tests {
 
     #[test]
     fn each_version_has_its_names() {
-        let of = |version, plugin: &str| -> Table {
+        let plugin_table = |version, plugin: &str| -> Table {
             let table: Table = text(version, true, true).parse().unwrap();
             table["plugins"][plugin].as_table().unwrap().clone()
         };
         for version in [None, Some(3), Some(4)] {
-            let runtime = of(version, RUNTIME);
+            let runtime = plugin_table(version, RUNTIME);
             assert_eq!(runtime["containerd"]["default_runtime_name"].as_str(), Some("runc-pause"));
-            let image = of(version, IMAGES)["pinned_images"]["sandbox"].clone();
+            let image = plugin_table(version, IMAGES)["pinned_images"]["sandbox"].clone();
             assert_eq!(image.as_str(), Some(oci_image::NAME));
         }
-        let cri = of(Some(2), CRI_OF_2);
+        let cri = plugin_table(Some(2), CRI_OF_2);
         assert_eq!(cri["sandbox_image"].as_str(), Some(oci_image::NAME));
         assert_eq!(cri["containerd"]["default_runtime_name"].as_str(), Some("runc-pause"));
         assert_eq!(handlers_of(&text(Some(2), false, false)), ["runc-pause"]);

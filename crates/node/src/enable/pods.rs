@@ -97,7 +97,7 @@ fn recorded(config: &Config) -> Result<Pods, StepError> {
     Ok(pods)
 }
 
-/// What is in a directory; nothing if it does not exist.
+/// The entries of a directory; none if it does not exist.
 fn entries(directory: &Path, step: &'static str) -> Result<Vec<PathBuf>, StepError> {
     let entries = match std::fs::read_dir(directory) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

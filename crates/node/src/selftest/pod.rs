@@ -315,15 +315,15 @@ mod tests {
 
     #[test]
     fn a_network_that_fails_names_the_option() {
-        let of = |reason: &str, own_network| {
+        let shown = |reason: &str, own_network| {
             let step = StepError::new("RunPodSandbox", std::io::Error::other(reason.to_owned()));
             with_network_option(step, own_network).to_string()
         };
         let calico = "rpc error: code = Unknown desc = failed to setup network for sandbox \
             \"ab\": plugin type=\"calico\" failed (add): pods \"selftest-1\" not found";
-        assert!(of(calico, true).contains("; if the network plugin needs the Pod object"));
+        assert!(shown(calico, true).contains("; if the network plugin needs the Pod object"));
         for (reason, own_network) in [(calico, false), ("no space left on device", true)] {
-            assert_eq!(of(reason, own_network), format!("RunPodSandbox: {reason}"));
+            assert_eq!(shown(reason, own_network), format!("RunPodSandbox: {reason}"));
         }
     }
 
@@ -331,14 +331,14 @@ mod tests {
     fn the_network_namespace_is_in_the_verbose_status() {
         let info = r#"{"runtimeSpec":{"linux":{"namespaces":[{"type":"pid"},
             {"type":"network","path":"/run/netns/cni-1"}]}}}"#;
-        let of = |info: &str| {
+        let netns = |info: &str| {
             let info = HashMap::from([("info".to_owned(), info.to_owned())]);
             network_of(&PodSandboxStatusResponse { info, ..Default::default() })
         };
-        assert_eq!(of(info), Some("/run/netns/cni-1".into()));
-        assert_eq!(of(&info.replace("/run/netns", "/proc/1/ns")), None);
-        assert_eq!(of("{}"), None);
-        assert_eq!(of(""), None);
+        assert_eq!(netns(info), Some("/run/netns/cni-1".into()));
+        assert_eq!(netns(&info.replace("/run/netns", "/proc/1/ns")), None);
+        assert_eq!(netns("{}"), None);
+        assert_eq!(netns(""), None);
         assert_eq!(network_of(&PodSandboxStatusResponse::default()), None);
     }
 }

@@ -122,7 +122,7 @@ pub fn below(path: &str) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// One that goes meanwhile is none.
+/// Skips cgroups that are removed meanwhile.
 fn walk(directory: &Path, found: &mut Vec<PathBuf>) {
     let Ok(entries) = fs::read_dir(directory) else { return };
     found.push(directory.to_owned());

@@ -1,4 +1,4 @@
-//! What the machine itself tells: processes, mounts, cgroups.
+//! State of the machine itself: processes, mounts, cgroups.
 
 pub mod cgroup;
 pub mod cgroup_driver;

@@ -31,7 +31,7 @@ pub fn all() -> Result<Vec<Proc>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc").context("read /proc")? {
         let name = entry?.file_name();
-        // One that ends meanwhile is none.
+        // Processes that end meanwhile are skipped.
         if let Some(process) =
             name.to_str().and_then(|n| n.parse().ok()).and_then(|pid| one(pid).ok())
             && process.parent != 2

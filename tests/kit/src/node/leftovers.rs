@@ -1,4 +1,4 @@
-//! What pods leave on the machine.
+//! Leftovers of pods on the machine.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ impl Node {
         Ok(())
     }
 
-    /// What is on the machine, and in containerd's list of pods, that was not there `before` and
+    /// Objects on the machine, and in containerd's list of pods, that were not there `before` and
     /// does not go within `limit`, made [`patient`].
     ///
     /// # Errors

@@ -19,7 +19,7 @@ const PROGRAM: &str = "containerd-fuse-overlayfs-grpc";
 pub(crate) struct Snapshotter {
     /// Its name in containerd.
     pub name: &'static str,
-    /// What containerd's config needs for it.
+    /// The part of containerd's config for it.
     pub config: String,
     /// Its process, if it has one of its own.
     pub process: Option<Process>,

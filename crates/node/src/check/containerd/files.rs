@@ -169,16 +169,16 @@ mod tests {
 
     #[test]
     fn handlers_that_the_merge_loses_are_reported() {
-        let of = |version: &str, plugin: &str| {
+        let files = |version: &str, plugin: &str| {
             main(&format!("{version}\n[plugins.'{plugin}'.containerd.runtimes.kata]\n"))
         };
-        assert!(of("version = 3", RUNTIME).lost_handlers(&merged(&["kata", "runc"])).is_none());
-        assert!(of("version = 2", RUNTIME_OF_2).lost_handlers(&merged(&["kata"])).is_none());
-        let hidden = of("version = 2", RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
+        assert!(files("version = 3", RUNTIME).lost_handlers(&merged(&["kata", "runc"])).is_none());
+        assert!(files("version = 2", RUNTIME_OF_2).lost_handlers(&merged(&["kata"])).is_none());
+        let hidden = files("version = 2", RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
         assert_eq!(hidden.fact, "containerd drops runtime handler \"kata\" of /c.toml");
         assert!(hidden.advice.contains("config migrate"), "{hidden}");
         for version in ["version = 3", ""] {
-            let unread = of(version, RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
+            let unread = files(version, RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
             assert!(unread.advice.contains(RUNTIME), "{unread}");
         }
     }

@@ -46,15 +46,15 @@ mod tests {
 
     #[test]
     fn a_handler_that_is_only_in_the_files_is_a_failure() {
-        let of = |known: &[&str]| {
+        let findings = |known: &[&str]| {
             let known: Vec<String> = known.iter().map(|name| (*name).to_owned()).collect();
             loaded_findings(&["runc-pause".to_owned()], &known, "k3s.service")
         };
-        assert!(of(&["", "runc", "runc-pause"]).is_empty());
-        let lacks = &of(&["", "runc"])[0];
+        assert!(findings(&["", "runc", "runc-pause"]).is_empty());
+        let lacks = &findings(&["", "runc"])[0];
         assert_eq!(lacks.level, Level::Fail);
         assert_eq!(lacks.fact, "has not loaded runtime handler \"runc-pause\" of its config");
         assert!(lacks.advice.starts_with("systemctl restart k3s.service"), "{lacks}");
-        assert!(of(&[]).is_empty());
+        assert!(findings(&[]).is_empty());
     }
 }

@@ -193,33 +193,33 @@ mod tests {
 
     #[test]
     fn flags_are_read_in_every_form() {
-        let of = |line: &str| flags_of(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert_eq!(of("containerd"), Flags::default());
-        assert_eq!(of("containerd --log-level debug -config=/c").config, Some("/c".into()));
-        assert_eq!(of("containerd -c /c").config, Some("/c".into()));
-        let all = of("containerd --config /c --root=/r -a /s/a.sock --state /s");
+        let flags = |line: &str| flags_of(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert_eq!(flags("containerd"), Flags::default());
+        assert_eq!(flags("containerd --log-level debug -config=/c").config, Some("/c".into()));
+        assert_eq!(flags("containerd -c /c").config, Some("/c".into()));
+        let all = flags("containerd --config /c --root=/r -a /s/a.sock --state /s");
         assert_eq!(
             (all.config, all.root, all.state, all.address),
             (Some("/c".into()), Some("/r".into()), Some("/s".into()), Some("/s/a.sock".into()))
         );
-        assert_eq!(of("containerd --config"), Flags::default(), "a value is missing");
+        assert_eq!(flags("containerd --config"), Flags::default(), "a value is missing");
         assert_eq!(arguments(b"containerd\0-c\0/x y\0"), ["containerd", "-c", "/x y"]);
     }
 
     #[test]
     fn the_unit_of_a_process_is_its_service() {
-        let of = |text: &str| unit_of(text);
-        assert_eq!(of("0::/system.slice/k3s.service\n").as_deref(), Some("k3s.service"));
+        let unit = |text: &str| unit_of(text);
+        assert_eq!(unit("0::/system.slice/k3s.service\n").as_deref(), Some("k3s.service"));
         let first = "4:memory:/x.service\n1:name=systemd:/system.slice/a:b.service/x\n0::/\n";
-        assert_eq!(of(first).as_deref(), Some("a:b.service"));
-        assert_eq!(of("0::/user.slice/session-1.scope\n"), None);
+        assert_eq!(unit(first).as_deref(), Some("a:b.service"));
+        assert_eq!(unit("0::/user.slice/session-1.scope\n"), None);
         // systemd escapes what its names cannot have, and the shell takes a backslash away.
-        let escaped = of("0::/system.slice/a\\x2db.service\n");
+        let escaped = unit("0::/system.slice/a\\x2db.service\n");
         assert_eq!(escaped.as_deref(), Some("'a\\x2db.service'"));
         for hostile in ["x;reboot;.service", "-x.service", "$(x).service", "a'b.service"] {
-            assert_eq!(of(&format!("0::/system.slice/{hostile}\n")), None, "{hostile}");
+            assert_eq!(unit(&format!("0::/system.slice/{hostile}\n")), None, "{hostile}");
         }
-        assert_eq!(of(""), None);
+        assert_eq!(unit(""), None);
     }
 
     /// Promise: only_files_of_root_count.

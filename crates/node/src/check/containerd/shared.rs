@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn missing_variables_are_reported() {
-        let of = |text: &str, ours: &str| {
+        let missing = |text: &str, ours: &str| {
             let file = std::path::Path::new("c.toml");
             let config =
                 Config::parse(file, &format!("shim_env = {ours}"), &base::config::Flags::default())
@@ -86,9 +86,9 @@ mod tests {
             missing_variables(&toml::from_str(text).unwrap(), &config)
         };
         let manager = "[plugins.'io.containerd.shim.v1.manager']\nenv = ['SCHED_CORE=1', 'A=b']";
-        assert!(of("", "[]").is_empty());
-        assert!(of(manager, "['A=b', 'SCHED_CORE=1', 'C=d']").is_empty());
-        assert_eq!(of(manager, "['A=b', 'SCHED_CORE=2']"), ["SCHED_CORE=1"]);
-        assert_eq!(of(manager, "[]"), ["SCHED_CORE=1", "A=b"]);
+        assert!(missing("", "[]").is_empty());
+        assert!(missing(manager, "['A=b', 'SCHED_CORE=1', 'C=d']").is_empty());
+        assert_eq!(missing(manager, "['A=b', 'SCHED_CORE=2']"), ["SCHED_CORE=1"]);
+        assert_eq!(missing(manager, "[]"), ["SCHED_CORE=1", "A=b"]);
     }
 }

@@ -11,26 +11,26 @@ runtime_type = "io.containerd.runc.v2"
 sandboxer = "mine"
 "#;
 
-fn of(text: &str) -> Vec<Finding> {
+fn checked(text: &str) -> Vec<Finding> {
     config_findings(&toml::from_str(text).unwrap(), &Config::default())
 }
 
 /// The one finding that is not ok.
 fn fault(text: &str) -> Finding {
-    let mut faults: Vec<_> = of(text).into_iter().filter(|f| f.level != Level::Ok).collect();
+    let mut faults: Vec<_> = checked(text).into_iter().filter(|f| f.level != Level::Ok).collect();
     assert_eq!(faults.len(), 1, "{faults:?}");
     faults.remove(0)
 }
 
 #[test]
 fn a_good_config() {
-    let findings = of(GOOD);
+    let findings = checked(GOOD);
     assert_eq!(worst(&findings), Level::Ok, "{findings:?}");
     assert!(
         findings.iter().any(|f| f.fact == "runtime handlers of this sandboxer: \"fast\""),
         "{findings:?}"
     );
-    assert_eq!(worst(&of(&GOOD.replace("\"/run/pause", "\"unix:///run/pause"))), Level::Ok);
+    assert_eq!(worst(&checked(&GOOD.replace("\"/run/pause", "\"unix:///run/pause"))), Level::Ok);
 }
 
 #[test]
@@ -78,12 +78,12 @@ fn a_path_over_a_link_is_the_same() {
             ),
         )
     };
-    let of = |at: &Path, config: &Config| {
+    let level = |at: &Path, config: &Config| {
         worst(&config_findings(&toml::from_str(&text(at)).unwrap(), config))
     };
-    assert_eq!(of(&real, &config), Level::Ok);
-    assert_eq!(of(&link, &config), Level::Ok, "a link");
-    assert_eq!(of(&dir.path().join("other"), &config), Level::Fail);
+    assert_eq!(level(&real, &config), Level::Ok);
+    assert_eq!(level(&link, &config), Level::Ok, "a link");
+    assert_eq!(level(&dir.path().join("other"), &config), Level::Fail);
 }
 
 #[test]
@@ -179,14 +179,14 @@ fn a_handler_whose_runtime_cannot_be_served_is_a_failure() {
 
 #[test]
 fn containerd_versions_are_rated() {
-    let of = |version: &str| {
+    let level = |version: &str| {
         super::version(&format!("containerd github.com/containerd/containerd/v2 {version} abc\n"))
             .level
     };
-    assert_eq!(of("2.1.9"), Level::Ok);
-    assert_eq!(of("v2.4.0-beta.0"), Level::Ok);
-    assert_eq!(of("1.7.27"), Level::Fail);
-    assert_eq!(of("9.0"), Level::Warn);
+    assert_eq!(level("2.1.9"), Level::Ok);
+    assert_eq!(level("v2.4.0-beta.0"), Level::Ok);
+    assert_eq!(level("1.7.27"), Level::Fail);
+    assert_eq!(level("9.0"), Level::Warn);
     assert_eq!(super::version("").level, Level::Warn);
 }
 
@@ -202,8 +202,9 @@ async fn a_program_that_is_not_there_is_reported() {
 /// `enable` adopts containerd's directories, but it finds containerd by its address.
 #[test]
 fn enable_does_not_correct_another_address() {
-    let of = |line: &str| fault(&GOOD.replace("version = 3", &format!("version = 3\n{line}")));
-    let address = of("grpc = { address = '/x/c.sock' }");
+    let fault_with =
+        |line: &str| fault(&GOOD.replace("version = 3", &format!("version = 3\n{line}")));
+    let address = fault_with("grpc = { address = '/x/c.sock' }");
     assert_eq!(address.advice, "set containerd_address = \"/x/c.sock\"");
-    assert!(of("root = '/x'").advice.starts_with(ENABLE));
+    assert!(fault_with("root = '/x'").advice.starts_with(ENABLE));
 }

@@ -47,7 +47,7 @@ fn a_copy_can_be_read_by_none_but_those_who_can_read_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::write(at("main"), "secret").unwrap();
-    // Of the file, of the copy that is there, of the copy that is made.
+    // Modes of the file, of an existing copy, and of the resulting copy.
     for (mode, there, expected) in [
         (0o600, None, 0o600),
         (0o640, None, 0o640),
@@ -61,7 +61,7 @@ fn a_copy_can_be_read_by_none_but_those_who_can_read_the_file() {
         set("main", mode);
         let _ = fs::remove_file(at("copy"));
         if let Some(there) = there {
-            // What is the same text is changed too.
+            // A copy with the same text gets the narrower mode too.
             fs::write(at("copy"), "secret").unwrap();
             set("copy", there);
         }
@@ -77,15 +77,15 @@ fn a_copy_can_be_read_by_none_but_those_who_can_read_the_file() {
         changes.undo().unwrap();
         assert_eq!(at("copy").exists(), there.is_some());
     }
-    let of = |group, mode| FileState {
+    let file = |group, mode| FileState {
         bytes: Vec::new(),
         mode,
         group,
         modified: SystemTime::UNIX_EPOCH,
     };
     let mut change = FileChange::new(at("new"), Some(Vec::new())).unwrap();
-    (change.before, change.mode, change.group) = (Some(of(7, 0o640)), 0o640, 7);
-    assert_eq!(change.private_as(&of(8, 0o640)).mode, 0o600, "of another group");
+    (change.before, change.mode, change.group) = (Some(file(7, 0o640)), 0o640, 7);
+    assert_eq!(change.private_as(&file(8, 0o640)).mode, 0o600, "of another group");
 }
 
 #[test]
