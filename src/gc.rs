@@ -8,6 +8,8 @@
 //! either never started, or without a shim, and so without containers, and no client has ever asked
 //! for its state.
 
+use std::future::pending;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -57,21 +59,21 @@ pub async fn collect_containers(
     containers: Containers,
     interval: Duration,
 ) {
-    let mut failures = 0;
     loop {
-        let delay = match remove_containers(&controller, &containers).await {
-            Ok(()) => {
-                failures = 0;
-                interval
+        exit::retry(exit::CONTAINERD, pending, async |_| {
+            match remove_containers(&controller, &containers).await {
+                Ok(()) => ControlFlow::Break(()),
+                Err(e) => {
+                    let step = e.step();
+                    log::debug!(
+                        "failed to remove containers of removed sandboxes; retrying: {step}"
+                    );
+                    ControlFlow::Continue(())
+                }
             }
-            Err(e) => {
-                failures += 1;
-                let step = e.step();
-                log::debug!("failed to remove containers of removed sandboxes; retrying: {step}");
-                exit::CONTAINERD.delay(failures)
-            }
-        };
-        tokio::time::sleep(delay).await;
+        })
+        .await;
+        tokio::time::sleep(interval).await;
     }
 }
 
