@@ -96,15 +96,14 @@ impl Controller {
         &self.environment.telemetry
     }
 
-    /// How many sandboxes there are of which kind.
+    /// The state of every sandbox.
     pub fn census(&self) -> Census {
         let lines: Vec<SandboxSummary> =
             self.live().iter().map(|sandbox| sandbox.summary(false)).collect();
         Census {
             cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),
-            sandboxes: lines.into_iter().map(|line| (line.state, line.driver)).collect(),
+            sandboxes: lines.iter().map(|line| line.state).collect(),
             states: Phase::ALL.iter().map(|phase| phase.name()).collect(),
-            driver: self.environment.driver_name(),
         }
     }
 

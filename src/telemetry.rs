@@ -72,8 +72,8 @@ metrics! {
             from Family::new_with_constructor(latency as fn() -> Histogram);
         /// Calls in progress
         in_flight: Family<MethodLabels, Gauge> = "calls_in_flight";
-        /// Sandboxes by state and driver
-        sandboxes: Family<SandboxLabels, Gauge> = "sandboxes";
+        /// Sandboxes by state
+        sandboxes: Family<StateLabel, Gauge> = "sandboxes";
         /// Pause processes that exited, for any reason
         pause_exits: Counter = "pause_exits";
         /// Failed cleanups, each of which is retried
@@ -113,22 +113,19 @@ pub struct MethodLabels {
     method: &'static str,
 }
 
-/// Labels of sandboxes.
+/// Label of sandboxes.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct SandboxLabels {
+pub struct StateLabel {
     state: &'static str,
-    driver: String,
 }
 
 /// The current state of the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Census {
-    /// State and driver of every sandbox.
-    pub sandboxes: Vec<(&'static str, String)>,
+    /// The state of every sandbox.
+    pub sandboxes: Vec<&'static str>,
     /// All states, so that one without sandboxes is shown as 0.
     pub states: Vec<&'static str>,
-    /// The usual driver, which is shown without sandboxes, too.
-    pub driver: &'static str,
     /// Sandboxes whose cleanup failed and is retried.
     pub cleanups_pending: usize,
 }
@@ -197,15 +194,11 @@ impl Telemetry {
     pub fn text(&self, census: &Census) -> String {
         let _guard = self.render_lock.lock();
         self.sandboxes.clear();
-        let of_sandboxes = census.sandboxes.iter().map(|(_, driver)| driver.as_str());
-        for driver in of_sandboxes.chain([census.driver]) {
-            for state in &census.states {
-                let labels = SandboxLabels { state, driver: driver.to_owned() };
-                drop(self.sandboxes.get_or_create(&labels));
-            }
+        for state in &census.states {
+            drop(self.sandboxes.get_or_create(&StateLabel { state }));
         }
-        for (state, driver) in &census.sandboxes {
-            self.sandboxes.get_or_create(&SandboxLabels { state, driver: driver.clone() }).inc();
+        for state in &census.sandboxes {
+            self.sandboxes.get_or_create(&StateLabel { state }).inc();
         }
         self.cleanups_pending.set(census.cleanups_pending.try_into().unwrap_or(i64::MAX));
         self.process.refresh();
@@ -260,9 +253,8 @@ mod tests {
         telemetry.cleanup_failures.inc();
         telemetry.recovered(Duration::from_millis(250), 3, 1);
         let census = Census {
-            sandboxes: vec![("ready", "native".to_owned()), ("ready", "native".to_owned())],
+            sandboxes: vec!["ready", "ready"],
             states: vec!["ready", "created"],
-            driver: "native",
             cleanups_pending: 1,
         };
         let text = telemetry.text(&census);
@@ -276,8 +268,8 @@ mod tests {
             "pause_sandboxer_cleanup_failures_total 1",
             "pause_sandboxer_cleanups_pending 1",
             "pause_sandboxer_recovery_duration_seconds 0.25",
-            "pause_sandboxer_sandboxes{state=\"ready\",driver=\"native\"} 2",
-            "pause_sandboxer_sandboxes{state=\"created\",driver=\"native\"} 0",
+            "pause_sandboxer_sandboxes{state=\"ready\"} 2",
+            "pause_sandboxer_sandboxes{state=\"created\"} 0",
         ] {
             assert!(text.lines().any(|printed| printed == line), "{line} is not in\n{text}");
         }
@@ -289,13 +281,8 @@ mod tests {
             .unwrap();
         assert!(memory.parse::<u64>().unwrap() > 4096);
         running.ended("OK");
-        // A driver whose sandboxes are gone is not shown any more, but for the usual one.
-        let sandboxes = vec![("ready", "shim".to_owned())];
-        let shim = "pause_sandboxer_sandboxes{state=\"ready\",driver=\"shim\"} 1";
-        assert!(telemetry.text(&Census { sandboxes, ..census.clone() }).contains(shim));
         let empty = telemetry.text(&Census { sandboxes: Vec::new(), ..census });
-        assert!(!empty.contains("driver=\"shim\""), "{empty}");
-        let none = "pause_sandboxer_sandboxes{state=\"ready\",driver=\"native\"} 0\n";
+        let none = "pause_sandboxer_sandboxes{state=\"ready\"} 0\n";
         assert!(empty.contains(none), "{empty}");
     }
 }

@@ -12,14 +12,14 @@ use crate::time::{rfc3339, span};
 const SHORT: usize = 13;
 
 /// Columns of the list.
-pub(super) const COLUMNS: usize = 8;
+pub(super) const COLUMNS: usize = 7;
 
 /// A line of the list.
 pub(super) type Row = [String; COLUMNS];
 
 /// The first line of the list.
 pub(super) const HEADING: [&str; COLUMNS] =
-    ["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "DRIVER", "MEMORY"];
+    ["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "MEMORY"];
 
 /// The list of sandboxes.
 pub fn list(sandboxes: &[Sandbox], now: SystemTime) -> String {
@@ -37,7 +37,6 @@ pub(super) fn row(sandbox: &Sandbox, now: SystemTime) -> Row {
         state(sandbox),
         if sandbox.pid == 0 { dash() } else { sandbox.pid.to_string() },
         age.unwrap_or_else(dash),
-        or_dash(&sandbox.driver),
         sandbox.usage.as_ref().map_or_else(dash, |usage| bytes(usage.memory)),
     ]
 }
@@ -46,9 +45,9 @@ pub(super) fn row(sandbox: &Sandbox, now: SystemTime) -> Row {
 pub fn list_json(sandboxes: &[Sandbox]) -> Value {
     let one = |sandbox: &Sandbox| {
         json!({
-            "id": sandbox.id, "pod": sandbox.pod, "namespace": sandbox.namespace, "uid": sandbox.uid,
-            "state": sandbox.state, "pid": sandbox.pid,
-            "created_at": created(sandbox).map(rfc3339), "driver": sandbox.driver, "runtime": sandbox.runtime,
+            "id": sandbox.id, "pod": sandbox.pod, "namespace": sandbox.namespace,
+            "uid": sandbox.uid, "state": sandbox.state, "pid": sandbox.pid,
+            "created_at": created(sandbox).map(rfc3339), "runtime": sandbox.runtime,
             "failed_cleanups": sandbox.failed_cleanups, "reason": sandbox.reason,
             "usage": sandbox.usage.as_ref().map(|usage| json!({
                 "memory_bytes": usage.memory, "cpu_microseconds": usage.cpu_usec,
@@ -115,7 +114,7 @@ impl Stats {
 }
 
 /// The keys of a report that come first.
-const FIRST: [&str; 16] = [
+const FIRST: [&str; 15] = [
     "id",
     "pod",
     "state",
@@ -125,7 +124,6 @@ const FIRST: [&str; 16] = [
     "pid",
     "created_at",
     "age_seconds",
-    "driver",
     "runtime",
     "usage",
     "task",
@@ -261,7 +259,6 @@ mod tests {
             state: "ready".to_owned(),
             pid: 4711,
             created_at: MessageField::some(Timestamp { seconds: 100, ..Default::default() }),
-            driver: "native".to_owned(),
             usage: MessageField::some(Usage {
                 memory: 3 << 20,
                 cpu_usec: 1_500_000,
@@ -287,9 +284,9 @@ mod tests {
         assert_eq!(
             list(&[sandbox(), quarantined], at(190)),
             "\
-SANDBOX        POD  NAMESPACE  STATE        PID   AGE    DRIVER  MEMORY
-0123456789abc  web  default    ready        4711  1m30s  native  3.0MiB
-b?[2J          -    -          quarantined  -     -      -       -
+SANDBOX        POD  NAMESPACE  STATE        PID   AGE    MEMORY
+0123456789abc  web  default    ready        4711  1m30s  3.0MiB
+b?[2J          -    -          quarantined  -     -      -
 "
         );
         assert_eq!(list_json(&[sandbox()])[0]["id"], "0123456789abcdef");

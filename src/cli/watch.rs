@@ -58,9 +58,9 @@ mod tests {
         assert_eq!(
             first,
             "\
-SANDBOX  POD  NAMESPACE  STATE    PID  AGE  DRIVER  MEMORY
-a        -    -          created  -    -    -       -
-b        -    -          ready    7    -    -       -
+SANDBOX  POD  NAMESPACE  STATE    PID  AGE  MEMORY
+a        -    -          created  -    -    -
+b        -    -          ready    7    -    -
 "
         );
         let same = watch.next(&[sandbox("a", "created", 0), sandbox("b", "ready", 7)], now);
@@ -69,8 +69,8 @@ b        -    -          ready    7    -    -       -
         assert_eq!(
             changed,
             "\
-a        -    -          ready    12345  -    -       -
-b        -    -          removed  -      -    -       -
+a        -    -          ready    12345  -    -
+b        -    -          removed  -      -    -
 "
         );
         assert_eq!(watch.next(&[sandbox("a", "ready", 12345)], now), "");

@@ -124,9 +124,6 @@ impl Plan {
 /// Makes, adopts and cleans up pause processes. Its methods block and are called off the runtime's
 /// workers.
 pub trait Driver: Send + Sync + fmt::Debug {
-    /// The driver's name in lists and metrics.
-    fn name(&self) -> &'static str;
-
     /// Makes the cgroup and the process of a sandbox.
     ///
     /// # Errors

@@ -224,10 +224,6 @@ impl Native {
 }
 
 impl Driver for Native {
-    fn name(&self) -> &'static str {
-        "native"
-    }
-
     fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, StepError> {
         self.common.sweep();
         let placement = cgroup::placement(&plan.cgroup_parent, &plan.id)?;

@@ -44,11 +44,6 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// The driver's name in lists and metrics.
-    pub fn driver_name(&self) -> &'static str {
-        self.driver.name()
-    }
-
     /// Directory of all records.
     pub fn sandboxes(&self) -> &Path {
         &self.layout.records

@@ -46,8 +46,6 @@ pub struct SandboxSummary {
     pub pid: u32,
     /// When it was created; `None` where that is not known.
     pub created_at: Option<SystemTime>,
-    /// Name of the driver that made the pause process.
-    pub driver: String,
     /// Runtime name, such as `io.containerd.runc.v2`.
     pub runtime: String,
     /// Cleanups that have failed in a row.
@@ -70,7 +68,6 @@ impl SandboxSummary {
             state: "quarantined",
             pid: 0,
             created_at: None,
-            driver: String::new(),
             runtime: String::new(),
             failed_cleanups: 0,
             reason: Some(bounded(reason, LONGEST_REASON)),
@@ -90,7 +87,6 @@ impl SandboxSummary {
             "age_seconds": self
                 .created_at
                 .map(|at| at.elapsed().unwrap_or(Duration::ZERO).as_secs()),
-            "driver": self.driver,
             "runtime": self.runtime,
             "failed_cleanups": self.failed_cleanups,
             "reason": self.reason,
@@ -114,7 +110,6 @@ pub(super) fn summarize(jobs: &Jobs, published: Published, usage: bool) -> Sandb
         state: published.phase.name(),
         pid: living(published),
         created_at: Some(jobs.facts.created_at),
-        driver: jobs.driver_name().to_owned(),
         runtime: bounded(&jobs.facts.runtime.name, LONGEST_NAME),
         failed_cleanups: published.failures,
         reason: jobs.shim.death().map(|reason| bounded(&reason, LONGEST_REASON)),

@@ -147,11 +147,6 @@ impl Jobs {
         &self.facts.cgroup_ref.id
     }
 
-    /// The driver's name in lists and metrics.
-    pub fn driver_name(&self) -> &'static str {
-        self.driver().name()
-    }
-
     fn driver(&self) -> &dyn Driver {
         &*self.environment.driver
     }

@@ -61,7 +61,6 @@ fn sandbox(line: SandboxSummary) -> i::Sandbox {
             .created_at
             .map(convert::timestamp)
             .map_or_else(MessageField::none, MessageField::some),
-        driver: line.driver,
         runtime: line.runtime,
         failed_cleanups: line.failed_cleanups,
         reason: line.reason.unwrap_or_default(),

@@ -97,10 +97,6 @@ pub(crate) fn identity(pid: u32) -> Identity {
 }
 
 impl Driver for Fake {
-    fn name(&self) -> &'static str {
-        "fake"
-    }
-
     fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, StepError> {
         let orders = self.orders.lock().unwrap();
         std::thread::sleep(orders.start_takes);
