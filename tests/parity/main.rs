@@ -43,6 +43,15 @@ fn main() -> ExitCode {
 struct Wanted(Vec<String>);
 
 impl Wanted {
+    /// Fails for a word that no case has in its name: nothing would be compared.
+    fn check(&self, cases: &[cases::Case]) -> anyhow::Result<()> {
+        let unknown = |word: &&String| !cases.iter().any(|case| case.name.contains(word.as_str()));
+        match self.0.iter().find(unknown) {
+            Some(word) => anyhow::bail!("no case has {word:?} in its name"),
+            None => Ok(()),
+        }
+    }
+
     fn has(&self, name: &str) -> bool {
         self.0.is_empty() || self.0.iter().any(|word| name.contains(word))
     }

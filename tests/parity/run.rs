@@ -36,6 +36,7 @@ pub(crate) async fn all(wanted: &Wanted) -> Result<bool> {
     with_new_runc(&node).await.context("give the node a newer runc")?;
     node.start_sandboxer().await?;
     let cases = cases::all(&node.layout().cgroup());
+    wanted.check(&cases)?;
     let mut table = Table::new()?;
     observe::skip_what_the_kernel_lacks();
     let mut settings = Settings::Usual;

@@ -20,12 +20,12 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 /// Variables that shims get beside the daemon's own.
 pub(crate) const SHIM_ENV: &str = r#"shim_env = ["KIT_VARIABLE=set"]"#;
 
-/// Who starts the pods' shims.
+/// The program of the pods' shims, by the setting `shim`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
-    /// The sandboxer, which hands them their socket: the runtime's.
-    Handover,
-    /// The same: the sandboxer's own.
+    /// The runtime's shim.
+    Runtime,
+    /// The sandboxer's own shim.
     Own,
 }
 
@@ -246,17 +246,17 @@ pub(crate) fn inside(id: &str) -> Result<Vec<Proc>> {
 }
 
 impl Kind {
-    /// The word before the names of its cases, which is that of their file.
+    /// The word before the names of its cases.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Handover => "handover",
+            Self::Runtime => "runtime",
             Self::Own => "own",
         }
     }
 
     fn setting(self) -> &'static str {
         match self {
-            Self::Handover => "shim = \"runtime\"\n",
+            Self::Runtime => "shim = \"runtime\"\n",
             Self::Own => "shim = \"own\"\n",
         }
     }
@@ -287,7 +287,7 @@ pub(crate) use cases;
 /// Cases of the shims that are handed their socket: the runtime's and the sandboxer's own.
 macro_rules! cases_of_both {
     ($($case:ident),* $(,)?) => {{
-        let mut all = crate::harness::cases![crate::harness::Kind::Handover => $($case),*];
+        let mut all = crate::harness::cases![crate::harness::Kind::Runtime => $($case),*];
         all.extend(crate::harness::cases![crate::harness::Kind::Own => $($case),*]);
         all
     }};
