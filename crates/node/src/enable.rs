@@ -17,7 +17,7 @@ use containerd_api::images::{self, PINNED};
 use toml::Table;
 
 use crate::check::Subject;
-use crate::check::containerd::NodeContainerd;
+use crate::check::containerd::{NodeContainerd, enabled};
 use crate::oci_image;
 
 mod changes;
@@ -170,7 +170,19 @@ pub struct Enablement {
     pub offline: bool,
 }
 
-/// The changes that `enable` makes, decided from what was read.
+impl Enablement {
+    /// The options that a repetition of the command needs.
+    fn options(&self) -> Vec<String> {
+        let mut options = Vec::new();
+        options.extend(self.default.then(|| enabled::DEFAULT.to_owned()));
+        options.extend(self.offline.then(|| "--offline".to_owned()));
+        options.extend((self.handler != HANDLER).then(|| format!("--handler {}", self.handler)));
+        options.extend(self.options_of.iter().map(|base| format!("--options-of {base}")));
+        options
+    }
+}
+
+/// The changes that `enable` makes, decided from the node's state.
 struct EnablePlan {
     handler: HandlerPlan,
     changes: Changes,
@@ -197,7 +209,7 @@ impl EnablePlan {
         let text = handler.drop_in(wanted, &node.main)?;
         changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
         node.main.import(path, handler.new_file_version(), &mut changes)?;
-        let undone = old.map(|old| drop_in::undone(old, wanted, &handler.base));
+        let undone = old.map(|old| drop_in::undone(old, &wanted.options()));
         let notes = undone.into_iter().flatten().chain(node.main.managed(path)).collect();
         let mut lost = node.drop_in.handlers();
         if wanted.change.restart.is_some() {
@@ -224,18 +236,18 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
         say(if diff.is_empty() { NO_CHANGES } else { diff.trim_end() }.to_owned());
         return Ok(());
     }
-    let (has_unread, edited) = node.unread(node.drop_in.is_ours())?;
     // containerd does not read the sandboxer's settings.
     let is_loaded = changes.len() == plan.adopted
-        && !has_unread
+        && !node.containerd.has_unread_files()
         && node.loaded.as_ref().is_some_and(|loaded| loaded.contains(&wanted.handler));
-    if change.restart.is_some() && !is_loaded {
-        if let (true, Err(reason)) = (wanted.default, pods::answering_daemon(config).await) {
-            return refuse(format!(
-                "{reason}; with --default no pod of this node starts without the daemon"
-            ));
-        }
-        node.no_edits(&edited)?;
+    if change.restart.is_some()
+        && !is_loaded
+        && wanted.default
+        && let Err(reason) = pods::answering_daemon(config).await
+    {
+        return refuse(format!(
+            "{reason}; with --default no pod of this node starts without the daemon"
+        ));
     }
     if wanted.offline {
         import_pause(wanted, say).await?;

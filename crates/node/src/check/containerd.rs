@@ -13,15 +13,14 @@ use base::config::Config;
 use base::runtime::check_served;
 
 mod config;
-mod enabled;
+pub(crate) mod enabled;
 mod files;
 mod loaded;
 mod node;
 mod running;
 pub(crate) mod shared;
 
-pub(crate) use enabled::{BaseHandler, EnabledOptions, MARK};
-pub(crate) use files::{Main, is_pattern};
+pub(crate) use files::Main;
 pub(crate) use node::NodeContainerd;
 use running::ContainerdProgram;
 use shared::Difference;

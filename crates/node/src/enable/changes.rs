@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{MetadataExt as _, chown, symlink};
+use std::os::unix::fs::{MetadataExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -78,8 +78,6 @@ pub(super) struct FileChange {
     before: Option<FileState>,
     /// `None`: it is removed.
     after: Option<Vec<u8>>,
-    /// The target of the link, if a link is removed instead of the file that it leads to.
-    link: Option<PathBuf>,
     /// Permissions and group of what is written.
     mode: u32,
     group: u32,
@@ -88,25 +86,24 @@ pub(super) struct FileChange {
 }
 
 impl FileChange {
-    /// A change of the file at `path` to `after`. Of a link the file that it leads to is replaced,
-    /// or else the link is removed.
+    /// A change of the file at `path` to `after`. A link stays; the file that it leads to is
+    /// replaced.
     ///
     /// # Errors
-    /// The file cannot be read.
+    /// The file cannot be read, or a link would be removed: its target is a file of the operator.
     pub(super) fn new(path: PathBuf, after: Option<Vec<u8>>) -> Result<Self, StepError> {
         let before = FileState::read(&path)?;
-        let is_link = before.is_some() && path.is_symlink();
-        let (path, link) = match (is_link, &after) {
-            (false, _) => (path, None),
-            (true, Some(_)) => (path.canonicalize().step_at("find file", &path)?, None),
+        let path = match (before.is_some() && path.is_symlink(), &after) {
+            (false, _) => path,
+            (true, Some(_)) => path.canonicalize().step_at("find file", &path)?,
             (true, None) => {
-                let link = fs::read_link(&path).step_at("read link", &path)?;
-                (path, Some(link))
+                let reason = io::Error::other("it is a symbolic link: remove it first");
+                return Err(StepError::at("remove file", &path, reason));
             }
         };
         let (mode, group) =
             before.as_ref().map_or((NEW_FILE, 0), |before| (before.mode, before.group));
-        Ok(Self { path, before, after, link, mode, group, modified: None })
+        Ok(Self { path, before, after, mode, group, modified: None })
     }
 
     /// A copy of a file, with its time, and as private.
@@ -168,30 +165,17 @@ impl FileChange {
     /// Restores the file, unless it is not what [`FileChange::apply`] has written: it is not
     /// written yet, or another program has written it since.
     fn undo(&self) -> Result<(), StepError> {
-        // The target of a remaining link is not read: that file is not changed.
-        let link = fs::read_link(&self.path).ok();
-        let now = if self.link.is_some() && link.is_some() {
-            self.before.clone()
-        } else {
-            FileState::read(&self.path)?
-        };
-        let as_before =
-            now.as_ref().map(FileState::contents) == self.before.as_ref().map(FileState::contents);
-        if as_before && link == self.link {
+        let now = FileState::read(&self.path)?;
+        if now.as_ref().map(FileState::contents) == self.before.as_ref().map(FileState::contents) {
             return Ok(());
         }
         if now.as_ref().map(|now| &now.bytes) != self.after.as_ref() {
             let reason = io::Error::other("another program has changed it; not restored");
             return Err(StepError::at("restore file", &self.path, reason));
         }
-        match (&self.before, &self.link) {
-            (_, Some(link)) => {
-                remove(&self.path)?;
-                symlink(link, &self.path).step_at("make link", &self.path)?;
-                sync_directory_of(&self.path)
-            }
-            (Some(before), None) => before.restore(&self.path),
-            (None, None) => remove(&self.path),
+        match &self.before {
+            Some(before) => before.restore(&self.path),
+            None => remove(&self.path),
         }
     }
 }

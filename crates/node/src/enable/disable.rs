@@ -15,7 +15,7 @@ use super::pods::{self, Pods};
 use super::{EnableError, NO_CHANGES, NodeChange, Say, plan, refuse, restart_yourself};
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
-use crate::check::containerd::{EnabledOptions, NodeContainerd};
+use crate::check::containerd::{NodeContainerd, enabled};
 use crate::oci_image;
 
 /// Polling interval of the pods.
@@ -38,8 +38,8 @@ pub(super) struct Removal {
     /// Those that containerd has loaded, and that its files no longer have; `None` if it does not
     /// say which it has.
     pub(super) stale: Option<Vec<String>>,
-    /// The options of the `enable` that has written the drop-in.
-    options: Option<EnabledOptions>,
+    /// The options of the `enable` that has written the drop-in; empty for a file of another.
+    options: Vec<String>,
 }
 
 impl Removal {
@@ -64,7 +64,7 @@ impl Removal {
         handlers.extend(merged.map(|(name, _)| name));
         handlers.sort();
         handlers.dedup();
-        let options = drop_in.text.as_deref().and_then(EnabledOptions::parse);
+        let options = drop_in.text.as_deref().and_then(enabled::options).unwrap_or_default();
         Ok(Self { changes, handlers, stale: node.stale(config), options })
     }
 
@@ -76,10 +76,13 @@ impl Removal {
     /// If the drop-in makes the handler the node's default: that, and the command that undoes it.
     /// Until then pods that name no handler arrive.
     pub(super) fn default_handler(&self) -> Option<(String, String)> {
-        let options = self.options.as_ref().filter(|options| options.default)?;
-        let without = EnabledOptions { default: false, ..options.clone() };
-        let fact = format!("{} is the node's default handler", options.handler);
-        Some((fact, format!("`{}`, which undoes that", without.command())))
+        let (default, others): (Vec<_>, Vec<_>) =
+            self.options.iter().cloned().partition(|option| option == enabled::DEFAULT);
+        let handlers = self.handlers.join(", ");
+        (!default.is_empty()).then(|| {
+            let command = format!("`{}`, which undoes that", enabled::command(&others));
+            (format!("{handlers} is the node's default handler"), command)
+        })
     }
 
     /// Whether containerd may have handlers that no file gives back.
@@ -130,7 +133,7 @@ pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableErr
             return Ok(());
         }
         if change.restart.is_some() && !removal.changes.is_empty() {
-            node.only_own_changes()?;
+            node.containerd.has_imports(&node.drop_in.path)?;
         }
         let has_waited = (!removal.is_done() || removal.may_be_loaded(&node))
             && wait_for_pods(wanted, &removal, say).await?;
@@ -381,7 +384,7 @@ async fn unload(
     };
     if changes.is_empty() {
         // With changes this was checked before they were made.
-        node.only_own_changes()?;
+        node.containerd.has_imports(&node.drop_in.path)?;
     }
     let without = |known: &[String]| !lost.iter().any(|one| known.contains(one));
     if let Err(reason) = restart.load(changes, without).await {

@@ -1,6 +1,6 @@
 //! The file that adds this sandboxer and its runtime handler to containerd's config.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use base::error::StepError;
 
@@ -8,28 +8,19 @@ use toml::{Table, Value};
 
 use super::Enablement;
 use super::changes::FileState;
-use crate::check::containerd::{
-    BaseHandler, CRI_OF_2, EnabledOptions, HANDLER, IMAGES, MARK, RUNTIME,
-};
+use crate::check::containerd::{CRI_OF_2, IMAGES, RUNTIME, enabled};
 use crate::oci_image;
 
 /// The settings of a drop-in.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub(super) struct DropInSettings<'a> {
+    pub(super) wanted: &'a Enablement,
     /// The sandboxer's name in containerd.
     pub(super) sandboxer: &'a str,
-    /// The sandboxer's socket.
-    pub(super) socket: &'a Path,
-    /// The runtime handler.
-    pub(super) handler: &'a str,
     /// The handler whose settings it takes over.
-    pub(super) base: &'a BaseHandler,
+    pub(super) base: &'a str,
     /// The settings of that handler.
     pub(super) settings: &'a Table,
-    /// Whether it is the default handler.
-    pub(super) default: bool,
-    /// Whether the pause image of the binary is containerd's.
-    pub(super) offline: bool,
 }
 
 /// The file at the drop-in's place, which need not exist.
@@ -53,7 +44,7 @@ impl DropIn {
 
     /// Whether `enable` has written it.
     pub(super) fn is_ours(&self) -> bool {
-        self.text.as_deref().is_some_and(|text| text.starts_with(MARK))
+        self.text.as_deref().is_some_and(|text| text.starts_with(enabled::MARK))
     }
 
     /// The runtime handlers that it defines.
@@ -62,30 +53,16 @@ impl DropIn {
     }
 }
 
-/// A line for each option of the command that has written the text and that `wanted` undoes, and
-/// one if the handler now has the settings of another one, `base`. Another name is wanted if the
-/// command names one.
-pub(super) fn undone(text: &str, wanted: &Enablement, base: &BaseHandler) -> Vec<String> {
-    let Some(old) = EnabledOptions::parse(text) else { return Vec::new() };
-    let is_named = wanted.handler != HANDLER;
-    let new = EnabledOptions {
-        handler: if is_named { old.handler.clone() } else { wanted.handler.clone() },
-        default: wanted.default,
-        offline: wanted.offline,
-        options_of: old.options_of.clone().filter(|_| base.is_named),
-    };
-    let undone = old.without(&new).into_iter().map(|option| {
+/// A line for each option of the command that has written the text and that `new` options undo. An
+/// option with another value is no undone one.
+pub(super) fn undone(text: &str, new: &[String]) -> Vec<String> {
+    let name = |option: &str| option.split(' ').next().map(str::to_owned);
+    let mut old = enabled::options(text).unwrap_or_default();
+    old.retain(|old| !new.iter().any(|new| name(new) == name(old)));
+    let line = |option: &String| {
         format!("this command undoes {option} of the earlier `enable`; add {option} to keep it")
-    });
-    let copied = BaseHandler::parse(text).filter(|old| !old.is_named && !base.is_named);
-    let another = copied.filter(|old| old.name != base.name).map(|old| {
-        format!(
-            "this command copies the settings of runtime handler {}, the earlier `enable` copied \
-             those of {1}; add --options-of {1} to keep them",
-            base.name, old.name
-        )
-    });
-    undone.chain(another).collect()
+    };
+    old.iter().map(line).collect()
 }
 
 /// The runtime handlers that a drop-in defines.
@@ -123,25 +100,15 @@ pub(super) fn taken_over(settings: &Table) -> Table {
     set.collect()
 }
 
-/// A table of one key.
-fn nested(path: &[&str], value: impl Into<Value>) -> Table {
-    match path {
-        [] => Table::new(),
-        [key] => Table::from_iter([((*key).to_owned(), value.into())]),
-        [key, rest @ ..] => {
-            Table::from_iter([((*key).to_owned(), Value::Table(nested(rest, value)))])
-        }
-    }
-}
-
-fn merge(into: &mut Table, from: Table) {
-    for (key, value) in from {
-        match (into.get_mut(&key), value) {
-            (Some(Value::Table(there)), Value::Table(more)) => merge(there, more),
-            (_, value) => {
-                into.insert(key, value);
-            }
-        }
+/// Sets a value in nested tables.
+fn set(table: &mut Table, path: &[&str], value: impl Into<Value>) {
+    let [key, rest @ ..] = path else { return };
+    if rest.is_empty() {
+        table.insert((*key).to_owned(), value.into());
+    } else if let Value::Table(inner) =
+        table.entry(*key).or_insert_with(|| Value::Table(Table::new()))
+    {
+        set(inner, rest, value);
     }
 }
 
@@ -164,25 +131,27 @@ impl DropInSettings<'_> {
         // another version's name would hide that file's handlers up to 2.2.
         let is_2 = version == Some(2);
         let runtime = if is_2 { CRI_OF_2 } else { RUNTIME };
-        let mut table = nested(&["proxy_plugins", self.sandboxer, "type"], "sandbox");
-        let address = self.socket.display().to_string();
-        merge(&mut table, nested(&["proxy_plugins", self.sandboxer, "address"], address));
-        let path = ["plugins", runtime, "containerd", "runtimes", self.handler];
-        merge(&mut table, nested(&path, self.handler_table()));
-        if self.default {
-            let path = ["plugins", runtime, "containerd", "default_runtime_name"];
-            merge(&mut table, nested(&path, self.handler));
+        let (mut table, wanted) = (Table::new(), self.wanted);
+        let socket = wanted.change.subject.config.socket.display().to_string();
+        set(&mut table, &["proxy_plugins", self.sandboxer, "type"], "sandbox");
+        set(&mut table, &["proxy_plugins", self.sandboxer, "address"], socket);
+        let containerd = ["plugins", runtime, "containerd"];
+        let handler = [&containerd[..], &["runtimes", &wanted.handler]].concat();
+        set(&mut table, &handler, self.handler_table());
+        if wanted.default {
+            let default = [&containerd[..], &["default_runtime_name"]].concat();
+            set(&mut table, &default, wanted.handler.as_str());
         }
-        if self.offline {
-            let path: &[&str] = if is_2 {
+        if wanted.offline {
+            let image: &[&str] = if is_2 {
                 &["plugins", CRI_OF_2, "sandbox_image"]
             } else {
                 &["plugins", IMAGES, "pinned_images", "sandbox"]
             };
-            merge(&mut table, nested(path, oci_image::NAME));
+            set(&mut table, image, oci_image::NAME);
         }
         let written = toml::to_string(&table).map_err(|e| e.to_string())?;
-        Ok(format!("{MARK}{}\n{written}", self.base.line()))
+        Ok(format!("{}\n{written}", enabled::head(&wanted.options(), self.base)))
     }
 }
 
@@ -199,14 +168,13 @@ mod tests {
 
     fn text(version: Option<i64>, default: bool, offline: bool) -> String {
         let settings = RUNC.parse().unwrap();
+        let mut wanted = Enablement { default, offline, ..enablement() };
+        wanted.change.subject.config.socket = "/run/s.sock".into();
         let set = DropInSettings {
+            wanted: &wanted,
             sandboxer: "pause-sandboxer",
-            socket: Path::new("/run/s.sock"),
-            handler: "runc-pause",
-            base: &BaseHandler { name: "runc".to_owned(), is_named: false },
+            base: "runc",
             settings: &settings,
-            default,
-            offline,
         };
         set.text(version).unwrap()
     }
@@ -229,35 +197,20 @@ mod tests {
             table["proxy_plugins"]["pause-sandboxer"]["address"].as_str(),
             Some("/run/s.sock")
         );
-        assert_eq!(BaseHandler::parse(&made).map(|base| base.name).as_deref(), Some("runc"));
-        assert!(made.starts_with(MARK));
+        assert_eq!(enabled::base(&made), Some("runc"));
+        assert_eq!(enabled::options(&made).as_deref(), Some(&[][..]));
         assert_eq!(handlers_of(&made), ["runc-pause"]);
     }
 
     #[test]
-    fn settings_of_another_handler_are_announced() {
-        let base = |name: &str, is_named| BaseHandler { name: name.to_owned(), is_named };
-        let undone_by = |old: &BaseHandler, new: &BaseHandler| {
-            let made = text(Some(3), false, false);
-            let (runc, line) = (base("runc", false).line(), old.line());
-            assert!(made.contains(&runc), "{made}");
-            undone(&made.replace(&runc, &line), &enablement(), new).join("\n")
-        };
-        let (runc, nvidia) = (base("runc", false), base("nvidia", false));
-        let (named_runc, named_nvidia) = (base("runc", true), base("nvidia", true));
-        let option = "this command undoes --options-of nvidia of the earlier `enable`; add \
-                      --options-of nvidia to keep it";
-        assert_eq!(undone_by(&named_nvidia, &runc), option);
-        // The next command may choose another one.
-        assert_eq!(undone_by(&named_nvidia, &nvidia), option);
-        let settings = "this command copies the settings of runtime handler runc, the earlier \
-                        `enable` copied those of nvidia; add --options-of nvidia to keep them";
-        assert_eq!(undone_by(&nvidia, &runc), settings);
-        // The command says so itself.
-        for old in [&nvidia, &named_nvidia] {
-            assert_eq!(undone_by(old, &named_runc), "");
-        }
-        assert_eq!(undone_by(&nvidia, &nvidia), "");
+    fn an_option_that_is_undone_is_named() {
+        let all = |options: &[&str]| options.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let old = enabled::head(&all(&["--default", "--handler a"]), "runc");
+        let lines = undone(&old, &all(&["--handler b"]));
+        assert_eq!(lines.len(), 1);
+        assert!(lines[0].starts_with("this command undoes --default of the earlier"), "{lines:?}");
+        assert_eq!(undone(&old, &all(&["--default", "--handler a"])), Vec::<String>::new());
+        assert_eq!(undone("# of another\n", &[]), Vec::<String>::new());
     }
 
     #[test]

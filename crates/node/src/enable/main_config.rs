@@ -2,23 +2,16 @@
 //! adds.
 
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
 use base::error::{IoContext as _, StepError};
 use toml::{Table, Value};
 
 use super::changes::{Changes, FileChange, FileState};
 use super::{EnableError, toml_text};
-use crate::check::containerd::{Main, is_pattern};
+use crate::check::containerd::Main;
 
 /// The extension of the file as it was before `enable`.
 pub(super) const BACKUP: &str = "before-pause-sandboxer";
-
-/// The directory that is imported if none is.
-const DIRECTORY: &str = "conf.d";
-
-/// Name of the drop-in.
-const DROP_IN: &str = "pause-sandboxer.toml";
 
 /// The first line of a file that there was not before.
 const CREATED: &str = "# Written by `pause-sandboxer enable`: there was no file.\n";
@@ -66,34 +59,13 @@ impl MainConfig {
         self.main.version()
     }
 
-    /// The directories of which it imports every file with the ending `.toml`.
-    fn imported(&self) -> Vec<PathBuf> {
-        let imports = self.main.imports();
-        let all = imports.filter(|path| path.file_name() == Some("*.toml".as_ref()));
-        let directories = all.filter_map(|path| path.parent().map(Path::to_owned));
-        // A pattern of directories does not name one directory.
-        directories.filter(|path| !is_pattern(path)).collect()
-    }
-
     /// Where the drop-in is, or has its place.
     pub(super) fn drop_in(&self) -> PathBuf {
-        let own = self.main.directory().join(DIRECTORY);
-        let imported = self.imported();
-        let all = imported.iter().chain([&own]).map(|directory| directory.join(DROP_IN));
-        let there = all.filter(|path| path.exists()).collect::<Vec<_>>();
-        // The one that counts before one that nothing imports.
-        let preferred = |path: &&PathBuf| self.imports(path);
-        let found = there.iter().find(preferred).or_else(|| there.first());
-        found.cloned().unwrap_or_else(|| {
-            let own = imported.iter().find(|directory| **directory == own).unwrap_or(&own);
-            let directory = if imported.contains(own) { Some(own) } else { imported.first() };
-            directory.unwrap_or(own).join(DROP_IN)
-        })
+        self.main.drop_in()
     }
 
     fn imports(&self, drop_in: &Path) -> bool {
-        let directory = drop_in.parent();
-        self.imported().iter().any(|imported| Some(imported.as_path()) == directory)
+        self.main.imports_directory(drop_in)
     }
 
     /// Adds the change by which the file imports the directory of `drop_in`, with a copy of the
@@ -213,19 +185,6 @@ impl MainConfig {
             before.and_then(|before| toml_text::add_import(before, &pattern_of(drop_in)).ok());
         edited.is_some() && edited == self.text
     }
-
-    /// When the file was last written by anyone but [`MainConfig::import`]; `None`: never.
-    ///
-    /// # Errors
-    /// The copy of the file cannot be read.
-    pub(super) fn last_edit(&self, drop_in: &Path) -> Result<Option<SystemTime>, StepError> {
-        if self.is_created(drop_in) {
-            return Ok(None);
-        }
-        let before = FileState::read(&self.backup())?;
-        let before = before.filter(|before| self.is_import_added_to(before, drop_in));
-        Ok(before.as_ref().or(self.state.as_ref()).map(|state| state.modified))
-    }
 }
 
 fn pattern_of(drop_in: &Path) -> String {
@@ -319,12 +278,16 @@ mod tests {
             ("imports = ['*/x/*.toml']", "conf.d"),
         ] {
             let etc = Etc::with(imports);
-            assert_eq!(etc.main().drop_in(), etc.at(expected).join(DROP_IN), "{imports}");
+            assert_eq!(
+                etc.main().drop_in(),
+                etc.at(expected).join("pause-sandboxer.toml"),
+                "{imports}"
+            );
         }
         let etc = Etc::with("imports = ['a/*.toml', 'b/*.toml']");
         fs::create_dir(etc.at("b")).unwrap();
-        fs::write(etc.at("b").join(DROP_IN), "").unwrap();
-        assert_eq!(etc.main().drop_in(), etc.at("b").join(DROP_IN));
+        fs::write(etc.at("b").join("pause-sandboxer.toml"), "").unwrap();
+        assert_eq!(etc.main().drop_in(), etc.at("b").join("pause-sandboxer.toml"));
     }
 
     #[test]
@@ -341,7 +304,6 @@ mod tests {
         assert_eq!(fs::read_to_string(&backup).unwrap(), text);
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&backup), mode(&etc.at("config.toml"))), (0o600, 0o600));
-        assert_eq!(etc.main().last_edit(&drop_in).unwrap(), Some(edited), "the import is no edit");
         etc.import();
         assert_eq!(fs::read_to_string(&backup).unwrap(), text, "nothing is done twice");
         // Another's file needs the import.

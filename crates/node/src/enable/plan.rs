@@ -7,7 +7,7 @@ use toml::{Table, Value};
 use super::drop_in::{self, DropInSettings};
 use super::main_config::MainConfig;
 use super::{EnableError, Enablement, refuse};
-use crate::check::containerd::{self as node, BaseHandler, IMAGES, RUNTIME};
+use crate::check::containerd::{self as node, IMAGES, RUNTIME, enabled};
 use base::config::Config;
 use base::runtime::check_served;
 
@@ -27,7 +27,7 @@ const COMMON_VERSION: i64 = 3;
 #[derive(Debug)]
 pub(super) struct HandlerPlan {
     pub(super) sandboxer: String,
-    pub(super) base: BaseHandler,
+    base: String,
     pub(super) settings: Table,
     /// containerd's merged config before the change.
     before: Table,
@@ -76,7 +76,7 @@ impl HandlerPlan {
             // kubelet makes cgroups as the default handler does.
             None if is_runc(&default) => default,
             None => {
-                let earlier = old.and_then(BaseHandler::parse).map(|base| base.name);
+                let earlier = old.and_then(enabled::base).map(str::to_owned);
                 earlier.filter(is_runc).unwrap_or_else(|| RUNC.to_owned())
             }
         };
@@ -101,7 +101,6 @@ impl HandlerPlan {
             format!("the settings of runtime handler {base:?} cannot be copied: {reason}")
         })?;
         let replaced = old.map(|_| own_handlers);
-        let base = BaseHandler { name: base, is_named: wanted.options_of.is_some() };
         Ok(Self { sandboxer, base, settings, before, replaced })
     }
 
@@ -126,13 +125,10 @@ impl HandlerPlan {
 
     fn contents<'a>(&'a self, wanted: &'a Enablement) -> DropInSettings<'a> {
         DropInSettings {
+            wanted,
             sandboxer: &self.sandboxer,
-            socket: &wanted.change.subject.config.socket,
-            handler: &wanted.handler,
             base: &self.base,
             settings: &self.settings,
-            default: wanted.default,
-            offline: wanted.offline,
         }
     }
 
@@ -317,12 +313,12 @@ mod tests {
     #[test]
     fn the_base_is_the_default_handler_if_it_is_of_runc() {
         let wanted = enablement();
-        assert_eq!(plan(&wanted, "runc", None).unwrap().base.name, "runc");
-        assert_eq!(plan(&wanted, "", None).unwrap().base.name, "runc");
-        assert_eq!(plan(&wanted, "nvidia", None).unwrap().base.name, "nvidia");
-        assert_eq!(plan(&wanted, "kata", None).unwrap().base.name, "runc");
+        assert_eq!(plan(&wanted, "runc", None).unwrap().base, "runc");
+        assert_eq!(plan(&wanted, "", None).unwrap().base, "runc");
+        assert_eq!(plan(&wanted, "nvidia", None).unwrap().base, "nvidia");
+        assert_eq!(plan(&wanted, "kata", None).unwrap().base, "runc");
         let named = |base: &str| Enablement { options_of: Some(base.to_owned()), ..enablement() };
-        assert_eq!(plan(&named("nvidia"), "runc", None).unwrap().base.name, "nvidia");
+        assert_eq!(plan(&named("nvidia"), "runc", None).unwrap().base, "nvidia");
         let error = plan(&named("kata"), "runc", None).unwrap_err();
         assert!(error.contains("leave `sandboxer` out of its handler"), "{error}");
         let error = plan(&named("crun"), "runc", None).unwrap_err();
@@ -335,7 +331,7 @@ mod tests {
         // The handler that was the default before this one became it.
         let first = plan(&wanted, "nvidia", None).unwrap();
         let text = first.contents(&wanted).text(None).unwrap();
-        assert_eq!(plan(&wanted, "runc-pause", Some(&text)).unwrap().base.name, "nvidia");
+        assert_eq!(plan(&wanted, "runc-pause", Some(&text)).unwrap().base, "nvidia");
     }
 
     #[test]

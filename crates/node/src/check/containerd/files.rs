@@ -13,6 +13,12 @@ use super::{CONFIG, RUNTIME};
 /// The plugin that holds CRI's settings in a config of version 2.
 const RUNTIME_OF_2: &str = "io.containerd.grpc.v1.cri";
 
+/// The directory that is imported if none is.
+const DIRECTORY: &str = "conf.d";
+
+/// Name of the drop-in.
+const DROP_IN: &str = "pause-sandboxer.toml";
+
 /// The runtime handlers of CRI's settings in the section of `plugin`.
 pub(super) fn handlers<'a>(table: &'a Table, plugin: &str) -> Option<&'a Table> {
     let plugin = table.get("plugins")?.get(plugin)?;
@@ -53,11 +59,30 @@ impl Main {
         self.path.parent().unwrap_or(Path::new("/"))
     }
 
-    /// Where the drop-in of `enable` can be: where it is imported, or beside the file.
-    pub(super) fn drop_ins(&self) -> Vec<PathBuf> {
-        let imported = self.imports().filter(|path| is_pattern(path));
-        let own = self.path.with_file_name("conf.d/*.toml");
-        imported.chain([own]).map(|path| path.with_file_name("pause-sandboxer.toml")).collect()
+    /// The directories of which it imports every file with the ending `.toml`.
+    fn imported(&self) -> Vec<PathBuf> {
+        let all = self.imports().filter(|path| path.file_name() == Some("*.toml".as_ref()));
+        let directories = all.filter_map(|path| path.parent().map(Path::to_owned));
+        // A pattern of directories does not name one directory.
+        directories.filter(|path| !is_pattern(path)).collect()
+    }
+
+    /// Whether it imports the directory of `drop_in`.
+    pub(crate) fn imports_directory(&self, drop_in: &Path) -> bool {
+        self.imported().iter().any(|imported| Some(imported.as_path()) == drop_in.parent())
+    }
+
+    /// Where the drop-in is, or has its place.
+    pub(crate) fn drop_in(&self) -> PathBuf {
+        let own = self.directory().join(DIRECTORY);
+        let imported = self.imported();
+        let place = match imported.first() {
+            Some(first) if !imported.contains(&own) => first,
+            _ => &own,
+        };
+        // A drop-in that is imported comes before one that nothing imports.
+        let mut all = imported.iter().chain([&own]).map(|directory| directory.join(DROP_IN));
+        all.find(|path| path.exists()).unwrap_or_else(|| place.join(DROP_IN))
     }
 
     /// Imported files that do not exist: `config dump` ignores them, and containerd does not start.
@@ -136,7 +161,7 @@ impl Main {
     }
 }
 
-pub(crate) fn is_pattern(path: &Path) -> bool {
+fn is_pattern(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().contains(&b'*')
 }
 

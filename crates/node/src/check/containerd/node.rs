@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::super::Subject;
 use super::config;
-use super::enabled::EnabledOptions;
+use super::enabled;
 use super::files::Main;
 use super::running::{ContainerdProgram, Flags, Running};
 use super::same_file;
@@ -78,7 +78,7 @@ impl NodeContainerd {
 
     /// The command that repeats the last `enable`.
     pub(crate) fn enable_command(&self) -> String {
-        EnabledOptions::of_config(&self.file).command()
+        enabled::last_command(&self.file)
     }
 
     /// The config that the program merges from its files and options, in the newest version.
@@ -121,11 +121,6 @@ impl NodeContainerd {
     /// Whether there are such files.
     pub(crate) fn has_unread_files(&self) -> bool {
         !self.unread_files().is_empty()
-    }
-
-    /// Whether it was started before that moment.
-    pub(crate) fn is_older_than(&self, moment: SystemTime) -> bool {
-        self.started.is_some_and(|started| started < moment)
     }
 
     /// Fails unless the program is a containerd that supports external sandboxers.
