@@ -139,8 +139,8 @@ fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environme
     Environment::new(config.clone(), driver, open_files, own_shim(config)).map(Arc::new)
 }
 
-/// This project's own shim. Also where new pods do not get it: pods of an earlier daemon may have
-/// it.
+/// This project's own shim. It is opened even if new pods do not get it: pods of an earlier daemon
+/// may have it.
 fn own_shim(config: &Config) -> Option<OwnShim> {
     match OwnShim::open_beside() {
         Ok(own) => Some(own),

@@ -49,15 +49,15 @@ pub struct Backoff {
     longest: Duration,
 }
 
-/// For the cleanup after an exit, for removals, and for restoring deleted files.
+/// The delays of the cleanup after an exit, of removals, and of restoring deleted files.
 pub const CLEANUP: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(300) };
 
-/// For changes in containerd that accompany a sandbox's life.
+/// The delays of changes in containerd that accompany a sandbox's life.
 pub const CONTAINERD: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
 
-/// For the socket and the start of a pod's shim, where containerd creates no container.
+/// The delays of the socket and the start of a pod's shim, where containerd creates no container.
 pub const SHIM: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
 

@@ -87,7 +87,7 @@ async fn remove_containers(
             Ok(()) => {
                 log::info!(sandbox = id.as_str(); "removed stale container record")
             }
-            // The others go all the same.
+            // The other containers are removed all the same.
             Err(e) => result = Err(e),
         }
     }

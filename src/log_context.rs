@@ -24,7 +24,7 @@ pub struct TraceId(NonZeroU128);
 
 impl TraceId {
     /// Reads a `traceparent`: version, trace id, parent id and flags, and what a later version
-    /// adds. `None`: it is none.
+    /// adds. `None`: the value is no `traceparent`.
     pub fn of_traceparent(value: &str) -> Option<Self> {
         let mut parts = value.split('-');
         let mut hex = |length| {

@@ -35,7 +35,7 @@ pub enum View {
         pid: i32,
         /// Its mount namespace, as `/proc` names it.
         theirs: String,
-        /// That of the other process.
+        /// The mount namespace of the other process.
         ours: String,
     },
 }
@@ -81,7 +81,7 @@ struct ContainerdProcess {
 
 fn compare(viewer: &str, address: &Path, state: &Path) -> io::Result<ContainerdProcess> {
     let ours = fs::read_link(Path::new("/proc").join(viewer).join(NAMESPACE))?.into_os_string();
-    // Not blocking: a containerd that accepts nothing must not hold up who asks.
+    // The socket is not blocking: a containerd that accepts nothing must not delay the caller.
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let stream = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     connect(stream.as_raw_fd(), &UnixAddr::new(address)?)?;
@@ -244,7 +244,7 @@ mod tests {
         ] {
             assert_eq!(propagates(NODE, &other, path), reached, "{other}");
         }
-        // As with PrivateTmp=: what is mounted on the node is seen in the unit, and not the
+        // With PrivateTmp= mounts of the node are visible in the unit, and not the
         // reverse.
         let unit = NODE.replace("shared:5 master:9", "shared:15 master:5");
         assert!(propagates(NODE, &unit, path) && !propagates(&unit, NODE, path));

@@ -51,7 +51,7 @@ static SHIM: Permits = Permits::for_class(Class::Shim);
 static QUERY: Permits = Permits::for_class(Class::Query);
 static RECOVERY: Permits = Permits::for_class(Class::Recovery);
 
-/// For what the libraries do on such threads.
+/// Threads for blocking work of libraries.
 const OTHERS: usize = 8;
 
 /// Threads that the runtime must have for this: all of all classes.
@@ -92,7 +92,8 @@ impl Class {
         matches!(self, Self::Shim | Self::Recovery)
     }
 
-    /// How long tasks of the class have waited while none of them got a thread; zero if none waits.
+    /// The time for which tasks of the class have waited without one of them getting a thread; zero
+    /// if none waits.
     ///
     /// This measures the threads, not the queue: each task that begins sets it back, however many
     /// are behind it. A task begins as soon as another one ends, so a class is stalled only while
@@ -216,7 +217,7 @@ impl Permits {
             return Err(StepError::new("start a thread", error));
         }
         if let Some(overdue) = &self.overdue {
-            // Also for a task whose caller has stopped waiting.
+            // This includes a task whose caller has stopped waiting.
             tokio::spawn(release_overdue(permit, overdue, ended));
         }
         receiver.await.unwrap_or_else(|_| Err(ending()))
@@ -265,8 +266,8 @@ mod tests {
         assert_eq!(failed.to_string(), "run job: panicked: on order");
     }
 
-    /// As on a node that has no process ids left: the runtime's threads are to have more stack than
-    /// there is memory.
+    /// The runtime cannot start a thread, as on a node without free process ids: its threads need
+    /// more stack than there is memory.
     #[test]
     fn where_no_thread_can_be_started_a_task_fails_and_never_runs() {
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -319,7 +320,7 @@ mod tests {
         });
     }
 
-    /// As at the boot of a node with many pods and a slow disk: the last task waits for much longer
+    /// A node with many pods and a slow disk boots: the last task waits for much longer
     /// than any task runs.
     #[tokio::test(start_paused = true)]
     async fn a_long_queue_is_not_a_stall_while_its_tasks_end() {
@@ -401,7 +402,7 @@ mod tests {
 
     /// Waits until so many tasks are left without a thread, and all others have begun.
     async fn only_wait(permits: &Permits, tasks: usize) {
-        // Not before all of them are queued.
+        // All of them are queued first.
         pass(Duration::ZERO).await;
         let begun = std::time::Instant::now();
         while permits.queue.lock().waiting != tasks {
@@ -410,7 +411,7 @@ mod tests {
         }
     }
 
-    /// As records or shims that wait for a file system that does not answer, more than there are
+    /// More records or shims wait for a file system that does not answer than there are
     /// threads.
     #[test]
     fn tasks_that_hang_give_their_permits_back() {
@@ -421,7 +422,7 @@ mod tests {
             .build()
             .unwrap();
         for class in [Class::Recovery, Class::Shim] {
-            // Not the permits of other tests.
+            // Other tests use the permits of the classes themselves.
             let permits: &'static Permits = Box::leak(Box::new(Permits::for_class(class)));
             runtime.block_on(async {
                 let mut ends = Vec::new();

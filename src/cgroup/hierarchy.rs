@@ -54,7 +54,7 @@ impl OpenHierarchy {
         let root = c_path(&mount).and_then(|path| {
             sys::open(None, &path, libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", &mount)
         })?;
-        // Of version 1's hierarchies one has it, its root too. With version 2 it depends on the
+        // In version 1 one hierarchy has it, in its root too. With version 2 it depends on the
         // parent cgroup.
         let has_shares =
             unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
@@ -78,7 +78,7 @@ impl OpenHierarchy {
     pub(super) fn read_file(&self, path: &CStr) -> Result<Vec<u8>, Errno> {
         let file = sys::open(Some(self.root.as_fd()), path, libc::O_RDONLY, 0)?;
         let mut content = Vec::new();
-        // Not read_to_end: it begins with tiny reads, and asks for the size, which these files do
+        // `read_to_end` begins with tiny reads, and asks for the size, which these files do
         // not tell.
         let mut buffer = [0; 4096];
         loop {

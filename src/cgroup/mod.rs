@@ -52,7 +52,7 @@ pub(crate) struct Cgroups {
     systemd: Systemd,
 }
 
-/// How often a cgroup is made when it goes before there is a process in it.
+/// Attempts to make a cgroup that is removed before it has a process.
 pub(crate) const TRIES: u32 = 3;
 
 /// How often and how long the removal of a busy cgroup is tried again: 511 ms in all.
@@ -237,7 +237,7 @@ impl Cgroups {
             }
             let what = "place the pause process in cgroup";
             let state = match hierarchy.read_file(&below(cgroup, thawed.0)) {
-                // Gone meanwhile: the child finds the same.
+                // It was removed meanwhile: the child finds the same.
                 Err(Errno::NOENT | Errno::NODEV) => continue,
                 state => state.step_at(what, self.path(index, cgroup))?,
             };
@@ -249,7 +249,7 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Removes a scope. It goes by itself with its last process, unless systemd was never asked for
+    /// Removes a scope. It ends by itself with its last process, unless systemd was never asked for
     /// it.
     fn remove_scope(&self, scope: &Scope) -> Vec<StepError> {
         // A scope lives no longer than its cgroup, so this needs no systemd to be sure.
@@ -328,8 +328,8 @@ impl Cgroups {
             members => members?,
         };
         for pid in String::from_utf8_lossy(&members).lines().filter_map(|line| line.parse().ok()) {
-            // Not to kill a stranger who got the pid meanwhile: only what is still a member once it
-            // is held.
+            // Another process may have got the pid meanwhile: only a process that is a member once
+            // it is held is killed.
             let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
             let still = hierarchy.read_file(&below(cgroup, c"cgroup.procs")).unwrap_or_default();
             if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {

@@ -27,7 +27,7 @@ const OPTIONS: [&[u8]; 7] =
 /// The mounted cgroup file systems.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mounted {
-    /// One hierarchy per controller, or per group of controllers; none of them where no cgroup file
+    /// One hierarchy per controller, or per group of controllers; empty where no cgroup file
     /// system is mounted.
     V1(Vec<Hierarchy>),
     /// The unified hierarchy, at its mount point.
@@ -91,8 +91,8 @@ pub fn unified_point(root: &Path) -> Option<PathBuf> {
     places.find(|dir| dir.join("cgroup.controllers").exists())
 }
 
-/// Reads the hierarchies of version 1 from proc_pid_mountinfo(5). One that is mounted twice counts
-/// once, at its mount point below `root`, else at the first. Without any controller there is
+/// Reads the hierarchies of version 1 from proc_pid_mountinfo(5). A hierarchy that is mounted twice
+/// counts once, at its mount point below `root`, else at the first. Without any controller there is
 /// nothing to put a process in.
 pub fn parse(mountinfo: &[u8], root: &Path) -> Vec<Hierarchy> {
     let mut found: Vec<(&[u8], Hierarchy)> = Vec::new();

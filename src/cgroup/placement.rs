@@ -15,11 +15,11 @@ use crate::id::SandboxId;
 pub struct CgroupRef {
     /// The sandbox id.
     pub id: SandboxId,
-    /// As in `Plan::cgroup_parent` of the pause process.
+    /// The value of `Plan::cgroup_parent` of the pause process.
     pub cgroup_parent: Box<str>,
 }
 
-/// Where a pause process goes.
+/// The cgroup of a pause process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
     /// Stays in the daemon's cgroup.

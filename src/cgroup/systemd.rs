@@ -101,7 +101,7 @@ impl Systemd {
         weight: (&str, u64),
     ) -> Result<(), StepError> {
         let description = format!("pause process of pod sandbox {}", scope.unit);
-        // As runc sets them, so that the scope is what a pod's containers have.
+        // runc sets the same properties for the scopes of a pod's containers.
         let properties: Vec<(&str, Variant<'_>)> = vec![
             ("Description", description.as_str().into()),
             ("Slice", scope.slice.as_str().into()),
@@ -145,7 +145,7 @@ impl Systemd {
         })
     }
 
-    /// Stops a scope and waits until it has gone. One that is not there is success.
+    /// Stops a scope and waits until it has ended. A missing scope is success.
     ///
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.

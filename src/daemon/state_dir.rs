@@ -62,7 +62,7 @@ pub(super) fn refuse_moved(socket: &Path, state_dir: &Path) -> Result<(), StepEr
     // A note that cannot be read must not prevent the start.
     let Ok(noted) = std::fs::read(note_of(socket)) else { return Ok(()) };
     let before = Path::new(OsStr::from_bytes(&noted));
-    // Not the path: a mount may give a directory another one.
+    // A mount may give a directory another path, so the paths are not compared.
     let id = |path: &Path| std::fs::metadata(path).map(|about| (about.dev(), about.ino())).ok();
     let is_same = before == state_dir || id(before).is_some_and(|one| Some(one) == id(state_dir));
     let Ok(entries) = std::fs::read_dir(records_below(before)) else { return Ok(()) };
@@ -217,7 +217,7 @@ mod tests {
         refuse_moved(&socket, &old).unwrap();
     }
 
-    /// As when two daemons wait for the child of a killed one, and another has replaced its lock.
+    /// Two daemons wait for the child of a killed one, and a third has replaced its lock.
     #[test]
     fn a_lock_that_was_replaced_while_it_was_awaited_is_not_taken() {
         let dir = tempfile::tempdir().unwrap();

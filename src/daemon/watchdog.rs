@@ -19,7 +19,7 @@ use super::notify;
 /// not end it, and would interrupt starts and queries.
 const RESTARTED: [Class; 2] = [Class::Start, Class::Query];
 
-/// For how many timeouts of the watchdog none of the waiting tasks of a class may get a thread. Two
+/// Timeouts of the watchdog for which no waiting task of a class may get a thread. Two
 /// minutes with the packaged unit: kubelet's default `runtimeRequestTimeout`.
 const MAX_STALLED: u32 = 2;
 

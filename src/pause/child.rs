@@ -193,7 +193,7 @@ fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
     }
     report.enter(ChildStep::JoinRoot);
     move_into_link_name_space(work.root, Some(LinkNameSpaceType::Mount))?;
-    // Until here the table is the daemon's own: with thousands of pods a copy of it would show.
+    // The child shares the daemon's table until here: a copy costs time with thousands of pods.
     report.enter(ChildStep::UnshareDescriptors);
     sys::unshare_descriptors(work.highest)?;
     report.enter(ChildStep::JoinCgroup);
@@ -256,7 +256,7 @@ fn clone_second(work: &PauseWork<'_>, user: &User<'_>) -> Result<(), Errno> {
         flags: work.namespaces | libc::CLONE_PARENT as u64,
         cgroup: None,
         born: Some(&report.second),
-        // Not this child's: that is the daemon's, which would continue if this child were killed
+        // This child's stack is the daemon's, which would continue if this child were killed
         // now.
         stack: Some(&user.stack),
     };
@@ -300,9 +300,9 @@ fn become_pause(work: &PauseWork<'_>) -> Result<(), Errno> {
     report.enter(ChildStep::Undumpable);
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     report.enter(ChildStep::CloseDescriptors);
-    // At the exec and not before: the lock of the state directory is among them, and until the exec
-    // no daemon would identify this process as a pause process. So the next process that takes
-    // the lock finds it.
+    // They close at the exec, not before: the lock of the state directory is among them, and until
+    // the exec no daemon would identify this process as a pause process. So the next process that
+    // takes the lock finds it.
     sys::close_at_execute(0, Some(work.image))?;
     report.enter(ChildStep::Filter);
     sys::filter::install(&seccomp::FILTER)?;

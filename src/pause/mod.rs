@@ -21,7 +21,7 @@ mod rootfs;
 mod seccomp;
 mod userns;
 
-/// Whose namespace of one kind a pod uses (CRI `NamespaceMode`).
+/// The owner of the namespace of one kind that a pod uses (CRI `NamespaceMode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Namespace {

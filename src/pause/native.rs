@@ -113,7 +113,7 @@ impl Native {
     /// it.
     ///
     /// # Errors
-    /// The label is none of the policy's, or may not be set.
+    /// The policy does not have the label, or it may not be set.
     pub fn label(&self, label: &str) -> Result<(), StepError> {
         let text = CString::new(label).step("label the pause program")?;
         fsetxattr(&self.image, c"security.selinux", text.as_bytes_with_nul(), XattrFlags::empty())
@@ -333,7 +333,7 @@ impl Driver for Native {
         }
         let ends = Instant::now() + orphans::EXIT_TIMEOUT;
         failed.extend(orphans.iter().filter_map(|orphan| orphan.ended(ends).err()));
-        // By the kernel's word, and only where it is empty: what else is in there is no pause
+        // The kernel removes it only if it is empty: another process in there is no pause
         // process.
         let free = Instant::now() + orphans::CGROUP_TIMEOUT;
         failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_empty(path, free)));

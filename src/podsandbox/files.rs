@@ -153,12 +153,12 @@ impl SandboxFiles {
         self.write_all(files)
     }
 
-    /// Puts back what is gone while the sandbox lives; true when something was. Asks the system
-    /// only a few questions when all is there, and `files` only where one is to be written. `shm`:
-    /// the pod has shared memory of its own.
+    /// Restores files that were deleted while the sandbox lives; true if there were some. Asks the
+    /// system only a few questions if all exist, and calls `files` only to write one. `shm`: the
+    /// pod has shared memory of its own.
     ///
     /// # Errors
-    /// Every step that failed; what did not need it is back.
+    /// Every step that failed; the other files are restored.
     pub fn restore(
         &self,
         shm: bool,
@@ -207,7 +207,7 @@ impl SandboxFiles {
         for name in gone {
             let path = root.join(name);
             match content(&files, name) {
-                // It is empty, as it is to be.
+                // The file is empty, as wanted.
                 Ok(content) if content.is_empty() && path.exists() => {}
                 Ok(content) => match replace_file(&path, 0o666, &content) {
                     Ok(()) => restored = true,
@@ -347,7 +347,7 @@ fn unmount(path: &Path) -> Result<(), StepError> {
     for _ in 0..MOST_STACKED {
         match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
             Ok(()) => {}
-            // Not a mount point (any more), or not there at all.
+            // It is no mount point any more, or does not exist.
             Err(nix::Error::EINVAL | nix::Error::ENOENT | nix::Error::ENOTDIR) => return Ok(()),
             Err(e) => return Err(StepError::at("unmount shared memory", path, e.into())),
         }

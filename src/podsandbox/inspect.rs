@@ -196,8 +196,8 @@ pub(super) fn report(
     all
 }
 
-/// The values with their keys; in place of one that does not fit into what is left of so many
-/// bytes, how long it is.
+/// The values with their keys; a value that does not fit into the remaining `left`
+/// bytes is replaced by its length.
 fn fitting<const N: usize>(values: [(&str, Value); N], mut left: usize) -> [(String, Value); N] {
     values.map(|(key, value)| {
         let length = value.to_string().len();

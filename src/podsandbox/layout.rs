@@ -11,7 +11,7 @@ const SANDBOXES: &str = "sandboxes";
 /// id.
 #[derive(Debug)]
 pub struct Layout {
-    /// Of hostname, hosts, resolv.conf.
+    /// Directory of hostname, hosts, resolv.conf.
     pub root: PathBuf,
     /// Directory of the shared memory that CRI mounts.
     pub volatile: PathBuf,

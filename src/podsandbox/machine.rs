@@ -208,7 +208,8 @@ impl Machine {
         self.exit
     }
 
-    /// Cleanups that have failed in a row and are retried; a search for the pause process is none.
+    /// Cleanups that have failed in a row and are retried; searches for the pause process do not
+    /// count.
     pub fn failures(&self) -> u32 {
         if self.phase == Phase::Unknown { 0 } else { self.failures }
     }

@@ -45,7 +45,7 @@ fn any(name: &str, message: &impl Message) -> Result<Any, StepError> {
 /// The parent cgroup's path below the root of a hierarchy.
 fn parent(cgroup_parent: &str) -> Result<PathBuf, StepError> {
     if cgroup_parent.is_empty() {
-        // So answers the built-in controller.
+        // The built-in controller gives the same answer.
         return Err(StepError::new(
             READ,
             io::Error::new(io::ErrorKind::NotFound, "the pod has no cgroup_parent"),

@@ -84,8 +84,8 @@ const READONLY: [&str; 5] =
 pub struct Description {
     /// The spec as JSON (`opencontainers/runtime-spec` `Spec`).
     pub spec: Box<[u8]>,
-    /// As the built-in controller has them on its pause container and answers them: the pod's, and
-    /// what kind of container it is.
+    /// The labels of the built-in controller's pause container: the pod's, and
+    /// the kind of the container.
     pub labels: BTreeMap<String, String>,
 }
 
@@ -237,7 +237,7 @@ fn id_mappings(mapping: IdMapping) -> Result<Vec<LinuxIdMapping>, OciSpecError> 
     Ok(vec![described])
 }
 
-/// In containerd's order. Those that are the node's are left out.
+/// The pod's own namespaces, in containerd's order.
 fn namespaces(plan: &Plan) -> Vec<LinuxNamespace> {
     let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
     let all = [

@@ -351,8 +351,8 @@ impl RecordStore {
     }
 }
 
-/// Reads a file of ours: a regular one of root's, of no more than `largest` bytes. Whatever else
-/// has its place is neither waited for nor followed.
+/// Reads a file of ours: a regular one of root's, of no more than `largest` bytes. A file of
+/// another kind that has its place is neither waited for nor followed.
 fn read_limited(path: &Path, largest: u64) -> Result<Vec<u8>, RecordError> {
     const READ: &str = "read record";
     let refuse = |reason| RecordError::Malformed { path: path.to_owned(), reason };

@@ -229,7 +229,7 @@ fn keep_private(sandboxes: &Path) -> Result<(), StepError> {
     let private =
         || mount(None::<&str>, sandboxes, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>);
     match private() {
-        // Not a mount yet.
+        // It is no mount point yet.
         Err(nix::Error::EINVAL) => {
             mount(Some(sandboxes), sandboxes, None::<&str>, MsFlags::MS_BIND, None::<&str>)
                 .step_at("bind directory", sandboxes)?;
@@ -254,8 +254,8 @@ fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
     let mut ids = Vec::new();
     for entry in fs::read_dir(sandboxes).step_at("read directory", sandboxes)? {
         let entry = entry.step_at("read directory", sandboxes)?;
-        // Not followed: what a link leads to is not ours.
-        // One of which the type cannot be read may be a pod's: reading it tells what is wrong.
+        // Links are not followed: their targets are not ours.
+        // Entries of unknown type may belong to a pod: reading them shows the fault.
         let directory = entry.file_type().map_or(true, |kind| kind.is_dir());
         let name = entry.file_name().into_string().ok().filter(|_| directory);
         match name.and_then(|name| SandboxId::try_from(name).ok()) {

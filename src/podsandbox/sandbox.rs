@@ -64,7 +64,7 @@ impl shim::Pod for PodOfEndpoint {
         if self.actor.published().phase != Phase::Ready {
             return Ok(Vec::new());
         }
-        // Those of the process on record, not of another that has its pid now.
+        // The namespaces of the process on record count, not those of another that has its pid now.
         match self.jobs.store.stage()? {
             Stage::Started { identity } => handle::namespaces(&identity, &kinds),
             Stage::Created | Stage::Exited { .. } => Ok(Vec::new()),
@@ -255,7 +255,7 @@ impl Sandbox {
     /// The failed step, or [`Error::Timeout`]; what is left continues in the background.
     pub async fn stop(&self) -> Result<(), Error> {
         self.request(Rpc::Stop, Some(END_TIMEOUT)).await?;
-        // Also here: the pod may have had containers when its pause process ended.
+        // The pod may have had containers when its pause process ended.
         self.jobs.dismiss_shim();
         Ok(())
     }
@@ -327,8 +327,8 @@ impl Sandbox {
 
     fn report(&self, published: Published, info: BTreeMap<String, String>) -> StatusReport {
         StatusReport {
-            // As the built-in controller: CRI makes containers in the namespaces of this process.
-            // That of an unknown pause process may be another's by now.
+            // The built-in controller does the same: CRI makes containers in the namespaces of this
+            // process. The pid of an unknown pause process may belong to another process by now.
             pid: match (published.phase, published.exit) {
                 (Phase::Unknown, _) | (_, Some(_)) => 0,
                 (_, None) => published.pid,

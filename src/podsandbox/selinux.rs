@@ -40,7 +40,7 @@ const OF_VIRTUAL_MACHINES: &str = "io.containerd.kata";
 /// The labels of one pod; empty where there are none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Labels {
-    /// Of its containers, and of its pause process unless the pod is privileged.
+    /// Label of its containers, and of its pause process unless the pod is privileged.
     pub process: String,
     /// Label of the pod's mounts.
     pub mount: String,
@@ -403,7 +403,7 @@ mod tests {
         let (labels, first) =
             selinux.labels(&contexts(), 1024, Some(&options("u", "r", "t", "s0:c1,c2"))).unwrap();
         assert_eq!(labels.process, "u:r:t:s0:c1,c2");
-        // A role and a type of processes are none of files.
+        // Process roles and types are not valid for files.
         assert_eq!(labels.mount, "u:object_r:container_file_t:s0:c1,c2");
         // Two may ask for the same; it is free when both are gone.
         let held = selinux.hold(&labels).unwrap();

@@ -167,7 +167,7 @@ fn netns(id: &str, host_network: bool, path: &str) -> Result<Option<PathBuf>, Er
 }
 
 fn hostname(id: &str, name: &str, host_network: bool) -> Result<String, Error> {
-    // As runc has it: the pod has no UTS namespace whose hostname could be set.
+    // runc has the same rule: the pod has no UTS namespace whose hostname could be set.
     if host_network && !name.is_empty() {
         return Err(Error::invalid(
             id,
@@ -210,7 +210,7 @@ fn cgroup_parent(id: &str, parent: &str, systemd: bool) -> Result<String, Error>
     let last = parent.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
     let parent = match Some(last).filter(|last| systemd && last.ends_with(".slice")) {
         Some(slice) => slice.to_owned(),
-        // So that it cannot be mistaken for the bare name of a slice.
+        // The slash distinguishes it from the bare name of a slice.
         None if parent.ends_with(".slice") && !parent.contains('/') => format!("/{parent}"),
         None => parent.to_owned(),
     };

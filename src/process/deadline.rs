@@ -146,7 +146,8 @@ fn watch(shared: &Weak<Shared>, every: Duration) {
                 children.under_way.iter().filter(|child| child.begun.elapsed() >= shared.within);
             late.map(Arc::clone).collect()
         };
-        // Again at each check: a cgroup may be frozen between a child's end and its move out of it.
+        // Each check thaws again: a cgroup may be frozen between a child's end and its move out of
+        // it.
         for child in late {
             shared.kill(&child);
         }
@@ -156,7 +157,7 @@ fn watch(shared: &Weak<Shared>, every: Duration) {
 impl Shared {
     fn kill(&self, child: &Child) {
         let mut fate = child.fate.lock();
-        // Not reaped before this is past, so the pid is the child's.
+        // The child is reaped later, so the pid is still the child's.
         let Some(pid) = child.born.pid().filter(|_| *fate != ChildState::ExecutedOrExited) else {
             return;
         };
@@ -273,7 +274,7 @@ mod tests {
     }
 
     extern "C" fn hang(fifo: &CString) -> ! {
-        // Until there is a writer.
+        // The open blocks until there is a writer.
         let _ = sys::open(None, fifo, libc::O_RDONLY, 0);
         sys::exit(0)
     }

@@ -119,7 +119,7 @@ pub struct Watched {
 pub fn watch_listener(listener: Arc<OwnedFd>, waker: Waker) -> io::Result<Watched> {
     let listener = sys::watch(listener)?;
     if listener.poll_read_ready(&mut Context::from_waker(&waker)).is_ready() {
-        // Not here: the caller may hold what the waker locks.
+        // The caller may hold a lock that the waker needs.
         drop(tokio::spawn(async move { waker.wake() }));
     }
     Ok(Watched { _listener: listener })
@@ -192,7 +192,7 @@ mod tests {
         assert!(ProcessHandle::open(0).unwrap().is_none());
     }
 
-    /// As a process that also holds a socket of another mount namespace: the path alone does not
+    /// A process may also hold a socket of another mount namespace: the path alone does not
     /// tell the two.
     ///
     /// Promise: foreign_process_survives.
@@ -218,11 +218,11 @@ mod tests {
         let ((first, one), (second, other)) = (bind(), bind());
         assert!(one.is_some() && one != other, "{one:?} and {other:?}");
         assert_eq!((take(one), take(other)), (Some(one), Some(other)));
-        // As after a launch that was interrupted before the cookie was recorded.
+        // A launch may be interrupted before the cookie is recorded.
         assert!(take(None).is_some());
         drop(second);
         assert_eq!(take(other), None, "another socket has the path");
-        // As if the pid had been reused.
+        // The pid was reused.
         let stranger = Identity { start_time: own.start_time + 1, ..own.clone() };
         assert!(listening_socket(&stranger, &path, one).unwrap().is_none());
         drop((first, datagrams));
@@ -269,7 +269,7 @@ mod tests {
         let expected = ["net", "ipc"]
             .map(|kind| std::fs::metadata(format!("/proc/self/ns/{kind}")).unwrap().ino());
         assert_eq!(found.iter().map(|(_, file)| inode(file)).collect::<Vec<_>>(), expected);
-        // As if the pid had been reused.
+        // The pid was reused.
         let other = Identity { start_time: own.start_time + 1, ..own };
         assert!(namespaces(&other, &["net"]).unwrap().is_empty());
         assert!(namespaces(&Identity { pid: u32::MAX, ..other }, &["net"]).unwrap().is_empty());

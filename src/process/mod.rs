@@ -33,14 +33,14 @@ pub fn inherited(descriptor: std::os::fd::RawFd) -> std::io::Result<std::os::fd:
 }
 
 /// Makes all threads allocate from few heaps: what threads that come and go leave free in heaps of
-/// their own is of no use. For the daemon's beginning, before there are other threads.
+/// their own is of no use. The daemon calls it first, before there are other threads.
 pub fn share_heaps() {
     const HEAPS: std::ffi::c_int = 2;
     sys::limit_arenas(HEAPS);
 }
 
 /// Takes back the signals that the daemon was started with blocked, and SIGCHLD if it was ignored.
-/// For the daemon's beginning, before there are other threads.
+/// The daemon calls it first, before there are other threads.
 ///
 /// # Errors
 /// The system's.
@@ -89,8 +89,8 @@ pub trait Process: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Moves the killed process out of a cgroup that holds it frozen. One that is not frozen, or
-    /// has ended, is success. Blocks on the kernel's locks of cgroups.
+    /// Moves the killed process out of a cgroup that holds it frozen. A process that is not frozen,
+    /// or has ended, is success. Blocks on the kernel's locks of cgroups.
     ///
     /// # Errors
     /// The failed step.

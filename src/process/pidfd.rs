@@ -153,8 +153,8 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Reaper
             process.collect().map_or_else(|| Adoption::Alive(Box::new(process)), Adoption::Dead)
         }
         Ok(false) => dead,
-        // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was
-        // the recorded one. One that lives is hidden (proc(5) hidepid), and may be the recorded
+        // It ended in between: the pidfd may tell how it ended, but nothing any more whether it was
+        // the recorded one. A living process is hidden (proc(5) hidepid), and may be the recorded
         // one.
         Err(e) if is_no_such_process(e.io()) && sys::ended(pidfd.as_fd()) => dead,
         Err(e) => Adoption::Unknown(e),
@@ -166,7 +166,7 @@ fn exit_status(pidfd: std::os::fd::BorrowedFd<'_>, identity: &Identity) -> Optio
     match sys::reap(pidfd, false) {
         Ok(None) => return None,
         Ok(Some(end)) => return Some(status(end)),
-        // Not a child, or reaped elsewhere.
+        // The process is no child, or is reaped elsewhere.
         Err(_) => {}
     }
     if !sys::ended(pidfd) {
@@ -297,7 +297,7 @@ mod tests {
         path.map(|(_, path)| path.to_owned())
     }
 
-    /// As where there is no descriptor left to look at the freezer.
+    /// There may be no descriptor left to look at the freezer.
     #[tokio::test]
     #[expect(clippy::zombie_processes, reason = "it is reaped by what is tested")]
     async fn a_kill_succeeds_though_the_freezer_cannot_be_read() {
@@ -314,7 +314,7 @@ mod tests {
         assert_eq!(process.exited().await.status, 137);
     }
 
-    /// As behind the kernel's locks of cgroups.
+    /// A thaw can hang behind the kernel's locks of cgroups.
     #[test]
     fn a_kill_does_not_wait_for_the_freezer_and_a_thaw_does() {
         let Some(cgroup) = freezer_cgroup() else { return };
@@ -329,7 +329,7 @@ mod tests {
         }
         let freezer = Arc::new(OwnedFd::from(std::fs::File::open(root.path()).unwrap()));
         let common = Reaper::new(Some(freezer));
-        // Not reaped before its cgroup is read.
+        // The child is reaped after its cgroup is read.
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let killed = Arc::new(process(child.id(), &common));
         let (sender, answers) = std::sync::mpsc::channel();
@@ -372,7 +372,7 @@ mod tests {
     fn a_child_that_does_not_exit_is_kept_once_and_reaped_later() {
         let common = Reaper::new(None);
         let child = Command::new("sleep").arg("1000").spawn().unwrap();
-        // As if it had been killed, and the kernel kept it.
+        // A process may be killed and kept by the kernel.
         for _ in 0..20 {
             let held = process(child.id(), &common);
             held.killed.store(true, Relaxed);

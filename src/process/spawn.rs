@@ -342,8 +342,8 @@ fn become_program(work: &SpawnWork<'_>) -> Result<(), Errno> {
     sys::duplicate_to(work.null, 1)?;
     sys::duplicate_to(work.errors, 2)?;
     sys::duplicate_to(work.socket, SOCKET)?;
-    // Not closed before: until the exec the daemon's lock of its directory is held here too, so
-    // that the next daemon finds an executed process or none.
+    // They are not closed before: until the exec the daemon's lock of its directory is held here
+    // too, so that the next daemon finds an executed process or none.
     sys::close_at_execute(4, work.file)?;
     work.report.enter(2);
     rustix::process::chdir(work.directory)?;

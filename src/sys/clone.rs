@@ -51,8 +51,8 @@ impl ClonedChildSlot {
         self.pid.store(0, Release);
     }
 
-    /// pidfd_send_signal(2) of SIGKILL to the child. For a thread that shares the descriptors of
-    /// the clone's caller, as long as that one has not closed the child's.
+    /// pidfd_send_signal(2) of SIGKILL to the child. Only a thread calls it that shares the
+    /// descriptors of the clone's caller, as long as that one has not closed the child's.
     pub(crate) fn kill(&self) -> Result<()> {
         // A clone that fails may have written the number of a descriptor that it then did not make;
         // of the pid it has written nothing.

@@ -76,7 +76,7 @@ pub(crate) fn pointers(strings: &[CString]) -> Pointers<'_> {
 }
 
 /// Makes `number` refer to what `file` refers to, kept open over an exec: dup3(2), or fcntl(2)
-/// F_SETFD where it does already. For a child with a table of its own.
+/// F_SETFD where it does already. The caller is a child with a table of its own.
 pub(crate) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
     if file.as_raw_fd() == number {
         return rustix::io::fcntl_setfd(file, FdFlags::empty());
@@ -87,7 +87,7 @@ pub(crate) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
 
 /// Makes the exec close all descriptors from `first` on: until then all of the daemon's stay open.
 /// Linux before 5.11 cannot (close_range(2) CLOSE_RANGE_CLOEXEC); there all but `kept`, which the
-/// exec itself needs, are closed at once. For a child with a table of its own.
+/// exec itself needs, are closed at once. The caller is a child with a table of its own.
 pub(crate) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> Result<()> {
     match close_range(first, c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) {
         Err(Errno::INVAL | Errno::NOSYS) => {}
@@ -103,8 +103,8 @@ pub(crate) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> R
 }
 
 /// Gives a program back the signals that this process blocks (all, in a child of
-/// [`super::clone_child`]) and ignores (SIGPIPE, as every Rust program does). For a child with
-/// handlers of its own.
+/// [`super::clone_child`]) and ignores (SIGPIPE, as every Rust program does). The caller is a child
+/// with handlers of its own.
 pub(crate) fn default_signals() -> Result<()> {
     default_action(libc::SIGPIPE)?;
     sigmask(libc::SIG_SETMASK, 0, None)

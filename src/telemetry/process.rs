@@ -44,7 +44,7 @@ impl Metrics {
             self.resident.set(pages.saturating_mul(page));
         }
         if let Ok(entries) = fs::read_dir("/proc/self/fd") {
-            // One of them is the directory's own.
+            // One of the descriptors is that of the directory itself.
             self.open.set(i64::try_from(entries.count()).unwrap_or(i64::MAX).saturating_sub(1));
         }
         if let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) {

@@ -24,7 +24,7 @@ const MIN_DELAY: Duration = Duration::from_millis(10);
 /// The longest pause after a failed accept.
 const MAX_DELAY: Duration = Duration::from_secs(1);
 
-/// Binds a listening unix socket at `path` with mode 0600, in place of one without a listener
+/// Binds a listening unix socket at `path` with mode 0600, in place of a socket without a listener
 /// any more.
 ///
 /// The socket gets its mode and listens before it appears at `path`, and takes the path by rename:
@@ -32,7 +32,7 @@ const MAX_DELAY: Duration = Duration::from_secs(1);
 /// gone, for the next one to replace.
 ///
 /// # Errors
-/// The failed step; `EADDRINUSE` if it has a listener, `EEXIST` when what is there is no
+/// The failed step; `EADDRINUSE` if it has a listener, `EEXIST` if the existing file is no
 /// socket.
 pub fn bind(path: &Path) -> Result<net::UnixListener, StepError> {
     refuse_taken(path)?;

@@ -37,7 +37,7 @@ impl NamespaceFilter {
         if own == asked {
             return Ok(());
         }
-        // Once: containerd repeats the Wait of a sandbox indefinitely.
+        // The warning is logged once: containerd repeats the Wait of a sandbox indefinitely.
         if !self.warned.swap(true, Ordering::Relaxed) {
             log::warn!(
                 asked = asked, served = own;

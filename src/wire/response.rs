@@ -1,4 +1,4 @@
-//! The answer to a call, its bytes or why there are none: the same for both protocols.
+//! The answer to a call, its bytes or an error: the same for both protocols.
 
 use std::any::Any;
 

@@ -2,7 +2,7 @@
 //!
 //! The frames and their messages are the `ttrpc` crate's. The loop is not, because that crate's
 //! server leaves a caller without an answer when a handler panics, and stops only after its own
-//! delay. Nor is the reading of a frame: that crate reads at most 4 MiB.
+//! delay. The reading of a frame is not either: that crate reads at most 4 MiB.
 
 use std::time::Duration;
 

@@ -89,7 +89,8 @@ pub struct Containers {
 }
 
 impl Containers {
-    /// Those of a containerd, with the records of the daemon of that state directory.
+    /// The containers of the containerd `at`, with the records of the daemon with that state
+    /// directory.
     pub fn new(at: SandboxStore, state_dir: &Path) -> Self {
         Self { at, mark: state_dir.as_os_str().as_bytes().to_vec() }
     }
@@ -140,7 +141,7 @@ impl Containers {
         Ok(ids)
     }
 
-    /// Records a sandbox. One that is recorded is [`RecordOwner::Own`] or foreign, and stays as it
+    /// Records a sandbox. An existing record is [`RecordOwner::Own`] or foreign, and stays as it
     /// is; a new one is own.
     ///
     /// # Errors
@@ -171,7 +172,7 @@ impl Containers {
         let what = "record the sandbox as a container";
         let endpoint = self.at.endpoint();
         match endpoint.call::<Empty>(what, &method, &request, CREATE_TIMEOUT).await {
-            // Also after an answer that was lost.
+            // An earlier attempt whose answer was lost may have recorded it.
             Err(e) if e.is(Code::ALREADY_EXISTS) => self.owner(&container.id).await,
             Err(e) => Err(e),
             Ok(_) => Ok(RecordOwner::Own),
@@ -249,7 +250,7 @@ impl Containers {
         match self.at.call::<GetTaskResponse>(what, &method, &request).await {
             Err(e) if e.is(Code::NOT_FOUND) => Ok(TaskState::Missing),
             Err(lost @ CallError::Lost(_)) => Err(lost),
-            // Of its shim.
+            // Other errors come from the pod's shim.
             Err(_) => Ok(TaskState::Other),
             Ok(answer) => Ok(match answer.process.status.enum_value() {
                 Ok(TaskStatus::CREATED) => TaskState::Created,

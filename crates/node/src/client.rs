@@ -180,7 +180,8 @@ mod tests {
     async fn a_slow_daemon_is_reported_as_recovering() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("s.sock");
-        // As systemd holds it while the daemon recovers: it takes connections and says nothing.
+        // systemd holds the socket while the daemon recovers: it accepts connections and does not
+        // answer.
         let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
         let address = format!("unix://{}", socket.display());
         let inspect = InspectClient::new(Connection::connect(&address).await.unwrap());

@@ -47,7 +47,7 @@ mod tests {
     fn a_lost_terminal_stops_a_command_unless_it_ignores_that() {
         assert!(ignores_hangup("Name:\tx\nSigIgn:\t0000000000001001\nSigCgt:\t0\n"));
         assert!(!ignores_hangup("SigBlk:\t1\nSigIgn:\t0000000000001000\nSigCgt:\t1\n"));
-        // As the tests' own caller may have it.
+        // The caller of the tests may ignore the signal itself.
         let is_ignored = ignores_hangup(&std::fs::read_to_string("/proc/self/status").unwrap());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let signal = runtime.block_on(async {

@@ -45,7 +45,7 @@ fn is_born_in_its_cgroup_of_version_2() {
         let path = format!("/{parent}/below/{}", plan.id);
         let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", pause.identity().pid)).unwrap();
         assert!(cgroups.lines().any(|line| line == format!("0::{path}")), "{cgroups}");
-        // Also ends what is in it.
+        // The cleanup also ends the processes in it.
         driver.cleanup(&plan.cgroup_ref()).unwrap();
         assert!(!root.join(&path[1..]).exists());
     }
@@ -120,7 +120,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
     fs::write(cgroup.join("freezer.state"), "THAWED").unwrap();
     let plan = plan("thawed", &format!("/{parent}"));
     driver.start(&plan).unwrap().kill().unwrap();
-    // As long as its end takes.
+    // The cleanup fails until the process has ended.
     let begun = Instant::now();
     while let Err(left) = driver.cleanup(&plan.cgroup_ref()) {
         assert!(begun.elapsed().as_secs() < 30, "{left:?}");
@@ -145,7 +145,7 @@ async fn a_kill_ends_a_pause_that_is_frozen() {
     let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
     let plan = plan("frozen-kill", "/");
     let pause = driver.start(&plan).unwrap();
-    // Also one that an earlier daemon has started.
+    // A process that an earlier daemon has started is adopted too.
     let Adoption::Alive(adopted) = driver.adopt(&plan.cgroup_ref(), pause.identity()) else {
         panic!("it is not adopted")
     };

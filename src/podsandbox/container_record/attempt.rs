@@ -178,8 +178,8 @@ impl Jobs {
             return Err(Failure::Unfit("containerd does not know the sandbox"));
         }
         if !self.shim.has_shim() {
-            // A connection would start another, for the task alone. One that ends from here on is
-            // followed by another, which stays until it ends with a container or the pod.
+            // A connection would start another, for the task alone. A shim that ends from here on
+            // is followed by another, which stays until it ends with a container or the pod.
             return Err(Failure::Unfit("its shim has ended"));
         }
         // First, as a shim that cannot serve the task would mistake it for a container to run.

@@ -45,7 +45,7 @@ fn serve(
     (attempts, task)
 }
 
-/// Lets the task do what it can, and what is due within a second.
+/// Lets the task do all work that is due within a second.
 async fn settle() {
     tokio::time::sleep(Duration::from_millis(999)).await;
 }

@@ -200,7 +200,7 @@ fn malformed_kernel_files_are_errors_that_name_the_file() {
     let root = tree(&[("p/cpu.stat", ""), ("p/io.stat", "1:2 rbytes=x\n")]);
     let error = v2::read(root.path(), Path::new("p")).unwrap_err().to_string();
     assert!(error.contains("p/io.stat"), "{error}");
-    // Not a number of anything, but seen in old kernels.
+    // Old kernels report such a number.
     let root = tree(&[("pids/p/pids.current", "-1\n")]);
     assert_eq!(v1::read(root.path(), Path::new("p")).unwrap().pids.current, 0);
 }

@@ -218,7 +218,7 @@ fn labels_and_privileged_pods() {
     assert_eq!(spec["linux"]["mountLabel"], labelled.labels.mount);
 
     pod.linux.as_mut().unwrap().security_context.as_mut().unwrap().privileged = true;
-    // As the check of Create has it.
+    // Create's check gives such a plan.
     labelled.plan.selinux_label.clear();
     labelled.config.value = pod.write_to_bytes().unwrap();
     let spec = described(&labelled, &Config::default());

@@ -14,7 +14,7 @@ use super::go_json;
 /// # Errors
 /// Why they cannot be shown.
 pub(super) fn decode(options: &Any) -> Result<Option<Value>, String> {
-    // So does the built-in: options that are all default have no bytes.
+    // The built-in controller does the same: options that are all default have no bytes.
     if options.value.is_empty() {
         return Ok(None);
     }

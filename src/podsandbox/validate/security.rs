@@ -101,7 +101,7 @@ fn check_profile(reference: &str) -> Result<(), String> {
 }
 
 /// Whether containerd takes it for an SELinux level: `sN[-sN][:CATEGORIES]`, categories `cN[.cN]`,
-/// separated by commas, each with at most four digits. Empty is none.
+/// separated by commas, each with at most four digits. An empty text is no level.
 fn is_level(level: &str) -> bool {
     let number = |text: &str, letter: char, most: usize| {
         let digits = text.strip_prefix(letter).unwrap_or_default();

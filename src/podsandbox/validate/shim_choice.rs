@@ -1,4 +1,4 @@
-//! Whose shim serves a new pod: the one place that decides it. The record keeps the decision.
+//! The decision whose shim serves a new pod. The record keeps the decision.
 
 use super::super::SandboxInfo;
 use crate::config::{Config, ShimOwner};

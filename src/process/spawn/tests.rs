@@ -60,7 +60,7 @@ async fn a_process_inherits_nothing_else_on_kernels_that_cannot_close_at_exec() 
     for errno in [libc::EINVAL, libc::ENOSYS] {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().to_owned();
-        // As every descriptor of a parent that does not mark its own.
+        // A parent may leave its descriptors unmarked.
         let inherited = std::fs::File::open("/etc/passwd").unwrap();
         nix::fcntl::fcntl(&inherited, nix::fcntl::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
         // The filter is the thread's and its children's.

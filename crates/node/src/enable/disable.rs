@@ -215,7 +215,8 @@ pub(super) struct BlockingPods {
     pub(super) pods: Pods,
     /// The runtime handlers that they need, as far as CRI says so.
     handlers: Vec<String>,
-    /// Those among them that others have defined, in files that containerd's config no longer has.
+    /// The handlers among them that others defined, in files that containerd's config no longer
+    /// has.
     of_others: Vec<String>,
     /// Why CRI, which may know others, does not list them.
     pub(super) unknown: Option<String>,
@@ -236,7 +237,7 @@ impl BlockingPods {
         let ours = pods::of_daemon(config).await?;
         let mut found = Self { pods: ours.clone(), ..Self::default() };
         if let Err(step) = found.add_pods_of_cri(config, removal, &ours).await {
-            // A containerd that starts lists them later. One that does not run cannot, and the
+            // A containerd that starts lists them later. A stopped one cannot, and the
             // removal may be what lets it start; it may also be between two starts, if there is
             // time to wait.
             let runs = NodeContainerd::find(subject).pid.is_some();

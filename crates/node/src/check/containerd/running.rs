@@ -53,7 +53,7 @@ impl Running {
     /// Nothing listens there, it is another user's or in a PID namespace that is not visible from
     /// here, or `/proc` does not show it.
     pub(super) fn find(address: &Path) -> io::Result<Self> {
-        // Not blocking: a containerd that accepts nothing must not hold up the check.
+        // The socket is not blocking: a containerd that accepts nothing must not hold up the check.
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let stream = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
         connect(stream.as_raw_fd(), &UnixAddr::new(address)?)?;
