@@ -115,12 +115,16 @@ async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn subject(node: &cli::NodeOptions) -> Result<check::Subject, CommandFailure> {
+    Ok(check::Subject {
+        config: node.settings.load()?,
+        containerd_config: node.containerd_config.clone(),
+        containerd_program: node.containerd.clone(),
+    })
+}
+
 async fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
-    let subject = check::Subject {
-        config: options.settings.load()?,
-        containerd_config: options.containerd_config.clone(),
-        containerd_program: options.containerd.clone(),
-    };
+    let subject = subject(&options.node)?;
     let own = DaemonFindings {
         first: pause_sandboxer::check::run(&subject.config).await,
         shims: &|runtimes| pause_sandboxer::check::shims(runtimes, &subject.config),
@@ -145,15 +149,10 @@ fn say(line: String) {
 
 /// The node that a command changes, and how.
 fn node(change: &cli::Change) -> Result<NodeChange, CommandFailure> {
-    let subject = check::Subject {
-        config: change.settings.load()?,
-        containerd_config: change.containerd_config.clone(),
-        containerd_program: change.containerd.clone(),
-    };
     let by = change.restart_command.clone().map_or(RestartBy::Systemd, RestartBy::Command);
     Ok(NodeChange {
-        subject,
-        settings: enable::settings_file(change.settings.file.as_deref()),
+        subject: subject(&change.node)?,
+        settings: enable::settings_file(change.node.settings.file.as_deref()),
         dry_run: change.dry_run,
         restart: change.restart.then_some(by),
         within: Duration::from_secs(change.timeout.into()),
@@ -186,11 +185,7 @@ async fn disable(options: &cli::Disable) -> Result<ExitCode, CommandFailure> {
 
 async fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
     let wanted = Selftest {
-        subject: check::Subject {
-            config: options.settings.load()?,
-            containerd_config: options.containerd_config.clone(),
-            containerd_program: options.containerd.clone(),
-        },
+        subject: subject(&options.node)?,
         program: SELFTEST,
         handler: options.handler.clone(),
         host_network: options.host_network,

@@ -115,6 +115,21 @@ pub enum Command {
     Version,
 }
 
+/// The node that a command examines or changes.
+#[derive(Args, Debug)]
+pub struct NodeOptions {
+    /// containerd's config file [default: the one that the running containerd was started with, or
+    /// /etc/containerd/config.toml if none runs]
+    #[arg(long, value_name = "FILE")]
+    pub containerd_config: Option<PathBuf>,
+    /// containerd's executable [default: the running containerd's, or containerd of PATH]
+    #[arg(long, value_name = "PROGRAM")]
+    pub containerd: Option<PathBuf>,
+    /// The daemon's settings.
+    #[command(flatten)]
+    pub settings: SettingsSource,
+}
+
 /// Options of `check`.
 #[derive(Args, Debug)]
 pub struct Check {
@@ -124,16 +139,9 @@ pub struct Check {
     /// Exit with 4 if pods can run, but there are warnings
     #[arg(long)]
     pub strict: bool,
-    /// containerd's config file [default: the one that the running containerd was started with, or
-    /// /etc/containerd/config.toml]
-    #[arg(long, value_name = "FILE")]
-    pub containerd_config: Option<PathBuf>,
-    /// containerd's executable [default: the running containerd's, or containerd of PATH]
-    #[arg(long, value_name = "PROGRAM")]
-    pub containerd: Option<PathBuf>,
-    /// The daemon's settings.
+    /// The node.
     #[command(flatten)]
-    pub settings: SettingsSource,
+    pub node: NodeOptions,
 }
 
 /// The containerd to change, and the command that restarts it.
@@ -152,16 +160,9 @@ pub struct Change {
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     #[arg(value_parser = value_parser!(u32).range(1..))]
     pub timeout: u32,
-    /// containerd's config file [default: the one that the running containerd was started with, or
-    /// without --restart also /etc/containerd/config.toml]
-    #[arg(long, value_name = "FILE")]
-    pub containerd_config: Option<PathBuf>,
-    /// containerd's executable [default: the running containerd's, or containerd of PATH]
-    #[arg(long, value_name = "PROGRAM")]
-    pub containerd: Option<PathBuf>,
-    /// The daemon's settings.
+    /// The node.
     #[command(flatten)]
-    pub settings: SettingsSource,
+    pub node: NodeOptions,
 }
 
 /// Options of `enable`.
@@ -223,16 +224,9 @@ pub struct SelftestOptions {
     #[arg(long, value_name = "SECONDS", default_value = "120")]
     #[arg(value_parser = value_parser!(u32).range(1..))]
     pub timeout: u32,
-    /// containerd's config file [default: the one that the running containerd was started with, or
-    /// /etc/containerd/config.toml]
-    #[arg(long, value_name = "FILE")]
-    pub containerd_config: Option<PathBuf>,
-    /// containerd's executable [default: the running containerd's, or containerd of PATH]
-    #[arg(long, value_name = "PROGRAM")]
-    pub containerd: Option<PathBuf>,
-    /// The daemon's settings.
+    /// The node.
     #[command(flatten)]
-    pub settings: SettingsSource,
+    pub node: NodeOptions,
 }
 
 /// Parses the name of a runtime handler: a DNS label, as Kubernetes requires.
@@ -367,9 +361,9 @@ mod tests {
     fn options_of_a_command_and_its_operand() {
         let line = "check --containerd-config /x --socket /s -o json";
         let Ok(Command::Check(check)) = parsed(line) else { panic!("{line}") };
-        assert_eq!(check.settings.socket, Some("/s".into()));
-        assert_eq!((check.containerd_config, check.output), (Some("/x".into()), Format::Json));
-        assert_eq!(check.containerd, None);
+        assert_eq!(check.node.settings.socket, Some("/s".into()));
+        assert_eq!((check.node.containerd_config, check.output), (Some("/x".into()), Format::Json));
+        assert_eq!(check.node.containerd, None);
         let inspect = parsed("inspect -ojson abc --socket /s").unwrap();
         assert!(matches!(inspect, Command::Inspect { id, .. } if id == "abc"));
         assert!(matches!(parsed("stats --once").unwrap(), Command::Stats { once: true, .. }));

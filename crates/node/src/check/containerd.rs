@@ -20,7 +20,7 @@ mod node;
 mod running;
 pub(crate) mod shared;
 
-pub(crate) use files::Main;
+pub(crate) use files::{Main, runtime_table};
 pub(crate) use node::NodeContainerd;
 use running::ContainerdProgram;
 use shared::Difference;
@@ -271,8 +271,7 @@ pub(crate) fn runtime(table: &Table) -> Option<&Value> {
 
 /// The runtime handlers.
 fn runtimes(table: &Table) -> impl Iterator<Item = (&String, &Value)> {
-    let handlers = |plugin: &'static str| files::handlers(table, plugin);
-    handlers(RUNTIME).into_iter().flatten()
+    runtime_table(table, RUNTIME).into_iter().flatten()
 }
 
 /// The runtime handlers that name this sandboxer, by name.
@@ -357,49 +356,26 @@ fn path_findings(table: &Table, config: &Config) -> Vec<Finding> {
     let default = Config::default();
     // From config version 4 on (containerd 2.3) the server is a plugin; the old key is still taken.
     let server = table.get("plugins").and_then(|plugins| plugins.get(SERVER));
-    let grpc = server.or_else(|| table.get("grpc"));
-    [
-        (
-            "root",
-            table.get("root"),
-            &default.containerd_root,
-            "containerd_root",
-            &config.containerd_root,
-        ),
-        (
-            "state",
-            table.get("state"),
-            &default.containerd_state,
-            "containerd_state",
-            &config.containerd_state,
-        ),
-        (
-            "grpc.address",
-            grpc.and_then(|grpc| grpc.get("address")),
-            &default.containerd_address,
-            "containerd_address",
-            &config.containerd_address,
-        ),
-    ]
-    .into_iter()
-    .filter_map(|(key, theirs, default, setting, ours)| {
-        let theirs = theirs
-            .and_then(Value::as_str)
-            .filter(|text| !text.is_empty())
-            .map_or(default.as_path(), Path::new);
-        let fact = format!(
-            "containerd's {key} is {}, but {setting} is {}",
-            theirs.display(),
-            ours.display()
-        );
-        let mut advice = format!("set {setting} = \"{}\"", theirs.display());
-        if setting != "containerd_address" {
-            // `enable` finds containerd by its address.
-            advice = format!("{ENABLE}, or {advice}");
-        }
+    let address = server.or_else(|| table.get("grpc")).and_then(|grpc| grpc.get("address"));
+    let (root, state) = (table.get("root"), table.get("state"));
+    type PathOf = fn(&Config) -> &Path;
+    let paths: [(&str, _, PathOf, &str); 3] = [
+        ("root", root, |config| &config.containerd_root, "containerd_root"),
+        ("state", state, |config| &config.containerd_state, "containerd_state"),
+        ("grpc.address", address, |config| &config.containerd_address, "containerd_address"),
+    ];
+    let differing = paths.into_iter().filter_map(|(key, theirs, path, setting)| {
+        let set = theirs.and_then(Value::as_str).filter(|text| !text.is_empty());
+        let (theirs, ours) = (set.map_or_else(|| path(&default), Path::new), path(config));
+        let (theirs_shown, ours_shown) = (theirs.display(), ours.display());
+        let fact = format!("containerd's {key} is {theirs_shown}, but {setting} is {ours_shown}");
+        let advice = format!("set {setting} = \"{theirs_shown}\"");
+        // `enable` finds containerd by its address.
+        let by_enable = if key == "grpc.address" { "" } else { &format!("{ENABLE}, or ") };
+        let advice = format!("{by_enable}{advice}");
         (!same_file(theirs, ours)).then(|| Finding::fail(CONFIG, fact, advice))
-    })
-    .collect()
+    });
+    differing.collect()
 }
 
 /// Findings about the settings that containerd and the sandboxer share.

@@ -87,11 +87,8 @@ async fn socket(config: &Config) -> Finding {
         return Finding::ok(SUBJECT, format!("answers on {shown}"));
     };
     match step.io().kind() {
-        io::ErrorKind::NotFound => {
-            Finding::fail(SUBJECT, format!("is not running: {shown} does not exist"), start)
-        }
-        io::ErrorKind::ConnectionRefused => {
-            Finding::fail(SUBJECT, format!("is not running: no listener on {shown}"), start)
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            Finding::fail(SUBJECT, format!("is not running: {shown}: {}", step.io()), start)
         }
         io::ErrorKind::TimedOut => {
             Finding::fail(SUBJECT, format!("no response on {shown} in time"), NO_RESPONSE_ADVICE)
@@ -160,6 +157,6 @@ mod tests {
         let config = Config { socket: dir.path().join("s"), ..Config::default() };
         assert!(socket(&config).await.fact.contains("is not running: /"));
         drop(UnixListener::bind(&config.socket).unwrap());
-        assert!(socket(&config).await.fact.contains("no listener"));
+        assert!(socket(&config).await.fact.contains("is not running: /"));
     }
 }

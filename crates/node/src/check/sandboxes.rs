@@ -21,48 +21,33 @@ pub(super) async fn examine(config: &Config) -> Vec<Finding> {
 }
 
 fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
-    let ids = |wanted: fn(&Sandbox) -> bool| {
-        all.iter().filter(|one| wanted(one)).map(|one| one.id.as_str()).collect::<Vec<_>>()
-    };
+    const LOG: &str = "see journalctl -u pause-sandboxer | grep ID for the failed step";
+    type Condition = fn(&Sandbox) -> bool;
+    // The condition, its fact, and the advice for the first sandbox of it, `ID`.
+    let problems: [(Condition, &str, String); 3] = [
+        (
+            |one| one.state == "quarantined",
+            "records are quarantined, so their pods cannot be removed",
+            "pause-sandboxer inspect ID shows the reason".to_owned(),
+        ),
+        (
+            |one| one.state == "unknown",
+            "have an unknown state",
+            format!("{LOG}; pods keep running"),
+        ),
+        (|one| one.failed_cleanups > 0, "have a failed cleanup, which is retried", LOG.to_owned()),
+    ];
     let mut findings = Vec::new();
-    let quarantined = ids(|one| one.state == "quarantined");
-    if !quarantined.is_empty() {
-        findings.push(Finding::warn(
-            SUBJECT,
-            format!(
-                "{} records are quarantined, so their pods cannot be removed: {}",
-                quarantined.len(),
-                quarantined.join(", ")
-            ),
-            format!("pause-sandboxer inspect {} shows the reason", quarantined[0]),
-        ));
-    }
-    let unknown = ids(|one| one.state == "unknown");
-    if !unknown.is_empty() {
-        findings.push(Finding::warn(
-            SUBJECT,
-            format!("{} have an unknown state: {}", unknown.len(), unknown.join(", ")),
-            format!(
-                "see journalctl -u pause-sandboxer | grep {} for the failed step; pods keep \
-                 running",
-                unknown[0]
-            ),
-        ));
-    }
-    let failing = ids(|one| one.failed_cleanups > 0);
-    if !failing.is_empty() {
-        findings.push(Finding::warn(
-            SUBJECT,
-            format!(
-                "the cleanup of {} failed and is retried: {}",
-                failing.len(),
-                failing.join(", ")
-            ),
-            format!("see journalctl -u pause-sandboxer | grep {} for the failed step", failing[0]),
-        ));
+    for (has_problem, fact, advice) in problems {
+        let ids: Vec<&str> =
+            all.iter().filter(|one| has_problem(one)).map(|one| one.id.as_str()).collect();
+        if let Some(first) = ids.first() {
+            let fact = format!("{} {fact}: {}", ids.len(), ids.join(", "));
+            findings.push(Finding::warn(SUBJECT, fact, advice.replace("ID", first)));
+        }
     }
     if findings.is_empty() {
-        let ready = ids(|one| one.state == "ready").len();
+        let ready = all.iter().filter(|one| one.state == "ready").count();
         findings.push(Finding::ok(SUBJECT, format!("{ready} of {} are ready", all.len())));
     }
     findings

@@ -15,10 +15,9 @@ pub(super) fn examine() -> Vec<Finding> {
     if !Path::new("/run/systemd/system").exists() {
         return Vec::new();
     }
-    UNITS
-        .iter()
-        .flat_map(|unit| unit_findings(unit, &query("is-enabled", unit), &query("is-active", unit)))
-        .collect()
+    let examine =
+        |unit: &&str| unit_finding(unit, &query("is-enabled", unit), &query("is-active", unit));
+    UNITS.iter().map(examine).collect()
 }
 
 /// The one word that systemctl prints.
@@ -29,43 +28,34 @@ fn query(question: &str, unit: &str) -> String {
         .unwrap_or_default()
 }
 
-fn unit_findings(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
+fn unit_finding(unit: &str, enabled: &str, active: &str) -> Finding {
     let start = format!("systemctl enable --now {unit}");
+    let see = format!("see journalctl -u {unit}; then systemctl restart {unit}");
     match (enabled, active) {
-        ("" | "not-found", _) => vec![Finding::warn(
+        ("" | "not-found", _) => Finding::warn(
             SUBJECT,
             format!("{unit} is not installed, so the daemon is not started at boot"),
             "install the package, or the units of packaging/systemd/",
-        )],
-        ("masked", _) => {
-            vec![Finding::fail(
-                SUBJECT,
-                format!("{unit} is masked"),
-                format!("systemctl unmask {unit} && {start}"),
-            )]
-        }
-        (_, "failed") => vec![Finding::fail(
+        ),
+        ("masked", _) => Finding::fail(
             SUBJECT,
-            format!("{unit} has failed"),
-            format!("see journalctl -u {unit}; then systemctl restart {unit}"),
-        )],
-        ("enabled", "active") => {
-            vec![Finding::ok(SUBJECT, format!("{unit} is enabled and active"))]
+            format!("{unit} is masked"),
+            format!("systemctl unmask {unit} && {start}"),
+        ),
+        (_, "failed") => Finding::fail(SUBJECT, format!("{unit} has failed"), see),
+        ("enabled", "active") => Finding::ok(SUBJECT, format!("{unit} is enabled and active")),
+        ("enabled", "activating") => {
+            Finding::warn(SUBJECT, format!("{unit} is starting, or restarts repeatedly"), see)
         }
-        ("enabled", "activating") => vec![Finding::warn(
-            SUBJECT,
-            format!("{unit} is starting, or restarts repeatedly"),
-            format!("see journalctl -u {unit}"),
-        )],
-        ("enabled", _) => vec![Finding::warn(SUBJECT, format!("{unit} is {active}"), start)],
-        _ => vec![Finding::warn(
+        ("enabled", _) => Finding::warn(SUBJECT, format!("{unit} is {active}"), start),
+        _ => Finding::warn(
             SUBJECT,
             format!(
                 "{unit} is {enabled}: after a reboot containerd finds no sandboxer, so its pods \
                  can be neither started nor removed"
             ),
             start,
-        )],
+        ),
     }
 }
 
@@ -86,9 +76,9 @@ mod tests {
             ("not-found", "inactive", Level::Warn),
             ("", "", Level::Warn),
         ] {
-            let findings = unit_findings("x.service", enabled, active);
-            assert_eq!((findings.len(), findings[0].level), (1, level), "{enabled} {active}");
-            assert!(level == Level::Ok || !findings[0].advice.is_empty());
+            let finding = unit_finding("x.service", enabled, active);
+            assert_eq!(finding.level, level, "{enabled} {active}");
+            assert!(level == Level::Ok || !finding.advice.is_empty());
         }
     }
 }

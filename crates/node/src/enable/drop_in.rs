@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use super::Enablement;
 use super::changes::FileState;
-use crate::check::containerd::{CRI_OF_2, IMAGES, RUNTIME, enabled};
+use crate::check::containerd::{CRI_OF_2, IMAGES, RUNTIME, enabled, runtime_table};
 use crate::oci_image;
 
 /// The settings of a drop-in.
@@ -68,12 +68,8 @@ pub(super) fn undone(text: &str, new: &[String]) -> Vec<String> {
 /// The runtime handlers that a drop-in defines.
 pub(super) fn handlers_of(text: &str) -> Vec<String> {
     let table: Table = text.parse().unwrap_or_default();
-    let runtimes = |plugin: &str| {
-        let runtimes = table.get("plugins")?.get(plugin)?.get("containerd")?.get("runtimes")?;
-        runtimes.as_table()
-    };
-    let all = [RUNTIME, CRI_OF_2].into_iter().filter_map(runtimes);
-    all.flat_map(|runtimes| runtimes.keys().cloned()).collect()
+    let all = [RUNTIME, CRI_OF_2].into_iter().filter_map(|plugin| runtime_table(&table, plugin));
+    all.flat_map(|handlers| handlers.keys().cloned()).collect()
 }
 
 /// A setting that is as if it were not set.

@@ -8,10 +8,7 @@ use std::time::SystemTime;
 use toml::{Table, Value};
 
 use super::super::Finding;
-use super::{CONFIG, RUNTIME};
-
-/// The plugin that holds CRI's settings in a config of version 2.
-const RUNTIME_OF_2: &str = "io.containerd.grpc.v1.cri";
+use super::{CONFIG, CRI_OF_2, RUNTIME};
 
 /// The directory that is imported if none is.
 const DIRECTORY: &str = "conf.d";
@@ -20,7 +17,7 @@ const DIRECTORY: &str = "conf.d";
 const DROP_IN: &str = "pause-sandboxer.toml";
 
 /// The runtime handlers of CRI's settings in the section of `plugin`.
-pub(super) fn handlers<'a>(table: &'a Table, plugin: &str) -> Option<&'a Table> {
+pub(crate) fn runtime_table<'a>(table: &'a Table, plugin: &str) -> Option<&'a Table> {
     let plugin = table.get("plugins")?.get(plugin)?;
     plugin.get("containerd")?.get("runtimes")?.as_table()
 }
@@ -104,10 +101,10 @@ impl Main {
 
     /// The runtime handlers of the file that the merged config lacks.
     pub(super) fn lost_handlers(&self, merged: &Table) -> Option<Finding> {
-        let there = handlers(merged, RUNTIME);
-        let mut lost: Vec<String> = [RUNTIME_OF_2, RUNTIME]
+        let there = runtime_table(merged, RUNTIME);
+        let mut lost: Vec<String> = [CRI_OF_2, RUNTIME]
             .iter()
-            .flat_map(|plugin| handlers(&self.table, plugin).into_iter().flatten())
+            .flat_map(|plugin| runtime_table(&self.table, plugin).into_iter().flatten())
             .map(|(name, _)| name)
             .filter(|name| there.is_none_or(|there| !there.contains_key(*name)))
             .map(|name| format!("{name:?}"))
@@ -198,12 +195,12 @@ mod tests {
             main(&format!("{version}\n[plugins.'{plugin}'.containerd.runtimes.kata]\n"))
         };
         assert!(files("version = 3", RUNTIME).lost_handlers(&merged(&["kata", "runc"])).is_none());
-        assert!(files("version = 2", RUNTIME_OF_2).lost_handlers(&merged(&["kata"])).is_none());
-        let hidden = files("version = 2", RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
+        assert!(files("version = 2", CRI_OF_2).lost_handlers(&merged(&["kata"])).is_none());
+        let hidden = files("version = 2", CRI_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
         assert_eq!(hidden.fact, "containerd drops runtime handler \"kata\" of /c.toml");
         assert!(hidden.advice.contains("config migrate"), "{hidden}");
         for version in ["version = 3", ""] {
-            let unread = files(version, RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
+            let unread = files(version, CRI_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
             assert!(unread.advice.contains(RUNTIME), "{unread}");
         }
     }
