@@ -24,6 +24,8 @@ mod services;
 mod shim;
 mod signals;
 mod sys;
+#[cfg(test)]
+mod testing;
 mod ttrpc;
 
 use std::env;
