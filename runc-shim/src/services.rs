@@ -4,18 +4,16 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-use containerd_shim_protos::events::task::TaskOOM;
 use protobuf::Message;
 use rustix::event::epoll::EventFlags;
 
 use crate::children::Children;
 use crate::error::{Context as _, Error};
-use crate::exits::Exit;
 use crate::io::copiers::Copiers;
 use crate::process_key::ProcessKey;
 use crate::reactor::{Reactor, Source};
 use crate::runtime::command::Command;
-use crate::ttrpc::events::{Events, Kind};
+use crate::ttrpc::events::{About, Events, Kind};
 use crate::ttrpc::request::Request;
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::{Reply, Server};
@@ -101,31 +99,20 @@ impl Services {
         }
     }
 
-    /// Answers calls of Wait.
-    pub fn answer_waiters(&mut self, waiters: Vec<Reply>, exit: Exit) {
-        for waiter in waiters {
-            let answer = response::now(&response::waited(exit));
-            self.respond(waiter, answer);
-        }
-    }
-
     /// Sends an event to containerd.
     pub fn send(&mut self, kind: Kind, event: &impl Message) {
-        self.events.send(kind, event, &self.reactor);
+        self.send_about(kind, event, About::Other);
     }
 
     /// Sends an event of a process to containerd.
     pub fn send_of(&mut self, kind: Kind, event: &impl Message, key: &ProcessKey) {
-        if key.exec.is_empty() {
-            self.events.send(kind, event, &self.reactor);
-        } else {
-            self.events.send_of_exec(kind, event, key, &self.reactor);
-        }
+        let about = if key.exec.is_empty() { About::Other } else { About::Exec(key.clone()) };
+        self.send_about(kind, event, about);
     }
 
-    /// Sends TaskOOM to containerd.
-    pub fn send_oom(&mut self, event: &TaskOOM) {
-        self.events.send_oom(event, &self.reactor);
+    /// Sends an event that may be left out.
+    pub fn send_about(&mut self, kind: Kind, event: &impl Message, about: About) {
+        self.events.send(kind, event, about, &self.reactor);
     }
 
     /// Drops the queued events of a deleted exec, if too many events are queued.

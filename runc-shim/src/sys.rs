@@ -18,6 +18,11 @@ const STACK: usize = 16 << 10;
 /// Descriptors of a child are moved to this number or above before they get their final numbers.
 const ABOVE: c_int = 32;
 
+/// The error of a system call that has returned a negative number.
+fn done(result: impl Into<i64>) -> io::Result<()> {
+    if result.into() < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// Takes over a descriptor that this process was started with; `None` if it is not open. To be
 /// called once for each number, before this process opens a file.
 pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
@@ -40,14 +45,10 @@ pub fn signals(wanted: &[c_int]) -> io::Result<OwnedFd> {
             libc::sigaddset(set.as_mut_ptr(), *signal);
             libc::signal(*signal, libc::SIG_DFL);
         }
-        if libc::sigprocmask(libc::SIG_BLOCK, set.as_ptr(), ptr::null_mut()) != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        done(libc::sigprocmask(libc::SIG_BLOCK, set.as_ptr(), ptr::null_mut()))?;
         libc::signalfd(-1, set.as_ptr(), libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
     };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    done(fd)?;
     // SAFETY: signalfd returned a new descriptor.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
@@ -57,16 +58,11 @@ pub fn raise_open_files() -> io::Result<()> {
     let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the kernel fills the structure, and reads the other.
     unsafe {
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut before) != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        done(libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut before))?;
         let before = OPEN_FILES.get_or_init(|| before);
         let raised = libc::rlimit { rlim_cur: before.rlim_max, ..*before };
-        if libc::setrlimit(libc::RLIMIT_NOFILE, &raw const raised) != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        done(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const raised))
     }
-    Ok(())
 }
 
 /// A program to run.
@@ -119,9 +115,7 @@ pub fn spawn(spawn: &Spawn<'_>) -> io::Result<i32> {
         let top = stack.as_mut_ptr_range().end.cast::<c_void>();
         libc::clone(child, top, flags, (&raw mut work).cast::<c_void>())
     };
-    if pid < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    done(pid)?;
     if work.errno != 0 {
         let error = io::Error::from_raw_os_error(work.errno);
         // Does not wait: the child may block while it closes its descriptors. The main loop reaps
@@ -261,7 +255,7 @@ pub fn map_mount(mount: BorrowedFd<'_>, users: BorrowedFd<'_>, read_only: bool) 
             size_of::<libc::mount_attr>(),
         )
     };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    done(result)
 }
 
 /// Starts a process in a new user namespace that only waits to be killed, and returns its pid. The
@@ -280,9 +274,7 @@ pub fn user_namespace_holder() -> io::Result<i32> {
             }
             libc::_exit(0);
         }
-        if pid < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        done(pid)?;
         i32::try_from(pid).map_err(io::Error::other)
     }
 }
@@ -347,12 +339,11 @@ pub fn configure_loop_device(
     };
     // SAFETY: the kernel reads a structure of this type, whose layout is that of C, and keeps no
     // pointer to it.
-    let result = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &raw const config) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    done(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &raw const config) })
 }
 
 /// Sends a signal to a child that was not reaped, so that its pid cannot have been reused.
 pub fn kill(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: kill takes no pointer.
-    if unsafe { libc::kill(pid, signal) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    done(unsafe { libc::kill(pid, signal) })
 }

@@ -11,7 +11,7 @@ use crate::log;
 use crate::process_key::ProcessKey;
 use crate::reactor::Source;
 use crate::services::Services;
-use crate::ttrpc::events;
+use crate::ttrpc::events::{self, About};
 use crate::ttrpc::response;
 
 impl Container {
@@ -113,7 +113,7 @@ impl Container {
         if self.oom_watch.as_mut().is_some_and(OomWatch::has_killed) {
             let mut event = task_events::TaskOOM::new();
             event.container_id.clone_from(&self.key.id);
-            services.send_oom(&event);
+            services.send_about(events::OOM, &event, About::OomOf(self.key.id.clone()));
         }
     }
 

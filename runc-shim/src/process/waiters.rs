@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::error::{Code, Error};
 use crate::exits::Exit;
 use crate::services::Services;
-use crate::ttrpc::response::Answer;
+use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
 /// Maximum number of calls that wait for the exit of one process.
@@ -34,7 +34,9 @@ impl Waiters {
 
     /// Answers all callers.
     pub fn answer(&mut self, services: &mut Services, exit: Exit) {
-        services.answer_waiters(std::mem::take(&mut self.0), exit);
+        for waiter in std::mem::take(&mut self.0) {
+            services.respond(waiter, response::now(&response::waited(exit)));
+        }
     }
 
     /// Fails all calls, because the process was deleted.

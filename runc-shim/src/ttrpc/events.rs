@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::DeleteResponse;
-use containerd_shim_protos::events::task::{TaskDelete, TaskExit, TaskOOM, TaskStart};
+use containerd_shim_protos::events::task::{TaskDelete, TaskExit, TaskStart};
 use containerd_shim_protos::shim::event::Envelope;
 use containerd_shim_protos::shim::events::ForwardRequest;
 use containerd_shim_protos::ttrpc::proto::{
@@ -15,7 +15,6 @@ use containerd_shim_protos::ttrpc::proto::{
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 use rustix::event::epoll::EventFlags;
-use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::{Code, Error};
@@ -63,7 +62,7 @@ pub const RESUMED: Kind = ("/tasks/resumed", "containerd.events.TaskResumed");
 /// A checkpoint of a task was written.
 pub const CHECKPOINTED: Kind = ("/tasks/checkpointed", "containerd.events.TaskCheckpointed");
 /// A process was killed by the OOM killer.
-const OOM: Kind = ("/tasks/oom", "containerd.events.TaskOOM");
+pub const OOM: Kind = ("/tasks/oom", "containerd.events.TaskOOM");
 
 /// The message of [`START`].
 pub fn start(id: &str, pid: u32) -> TaskStart {
@@ -103,7 +102,7 @@ struct Queued {
 
 /// The subject of an event that may be left out.
 #[derive(Debug, PartialEq, Eq)]
-enum About {
+pub enum About {
     /// An event that must be delivered.
     Other,
     /// The container of a TaskOOM event; all TaskOOM events of one container are equal.
@@ -144,22 +143,6 @@ impl Events {
         Self { address, namespace, queue, connection, wait: FIRST_WAIT, retry_at, has_dropped }
     }
 
-    /// Queues an event.
-    pub fn send(&mut self, kind: Kind, event: &impl Message, reactor: &Reactor) {
-        self.queue(kind, event, About::Other, reactor);
-    }
-
-    /// Queues an event of an exec.
-    pub fn send_of_exec(
-        &mut self,
-        kind: Kind,
-        event: &impl Message,
-        exec: &ProcessKey,
-        reactor: &Reactor,
-    ) {
-        self.queue(kind, event, About::Exec(exec.clone()), reactor);
-    }
-
     /// Drops the events of a deleted exec, if more than [`MAX_QUEUED`] are queued; not the first of
     /// all, which may have been sent.
     pub fn exec_deleted(&mut self, exec: &ProcessKey) {
@@ -180,23 +163,17 @@ impl Events {
         }
     }
 
-    /// Queues a TaskOOM event, unless one of the same container is queued behind the first event,
-    /// which may have been sent. A container can cause any number of these events.
-    pub fn send_oom(&mut self, event: &TaskOOM, reactor: &Reactor) {
-        let about = About::OomOf(event.container_id.clone());
-        if self.queue.iter().skip(1).all(|queued| queued.about != about) {
-            self.queue(OOM, event, about, reactor);
-        }
-    }
-
-    fn queue(
+    /// Queues an event, unless it is a TaskOOM and one of the same container is queued behind the
+    /// first event, which may have been sent. A container can cause any number of these events.
+    pub fn send(
         &mut self,
         (topic, name): Kind,
         event: &impl Message,
         about: About,
         reactor: &Reactor,
     ) {
-        if self.address.is_none() {
+        let is_repeated = || self.queue.iter().skip(1).any(|queued| queued.about == about);
+        if self.address.is_none() || matches!(about, About::OomOf(_)) && is_repeated() {
             return;
         }
         let mut any = Any::new();
@@ -307,20 +284,13 @@ impl Events {
 
     /// Reads responses.
     fn receive(&mut self) -> Result<(), Error> {
-        let mut buffer = [0; 1024];
-        loop {
-            let Some(connection) = &mut self.connection else { return Ok(()) };
-            let count = match rustix::io::read(&connection.socket, &mut buffer) {
-                Ok(0) => return Err(Error::unknown("containerd has closed the connection")),
-                Ok(count) => count,
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR) => continue,
-                Err(e) => return Err(e.into()),
-            };
-            for answer in connection.decoder.feed(buffer.get(..count).unwrap_or_default()) {
-                self.answered(answer)?;
-            }
-        }
+        let Some(connection) = &mut self.connection else { return Ok(()) };
+        let (frames, end) = match frame::read(&connection.socket, &mut connection.decoder) {
+            Ok(frames) => (frames, Ok(())),
+            Err((frames, e)) => (frames, Err(e)),
+        };
+        frames.into_iter().try_for_each(|answer| self.answered(answer))?;
+        Ok(end?)
     }
 
     fn answered(&mut self, answer: Incoming) -> Result<(), Error> {

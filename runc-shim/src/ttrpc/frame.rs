@@ -7,6 +7,9 @@ use containerd_shim_protos::ttrpc::proto::{
 };
 use rustix::io::Errno;
 
+/// How often a connection is read before other work is done.
+const MAX_READS: usize = 64;
+
 /// A decoded frame.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Incoming {
@@ -86,6 +89,33 @@ pub fn encode(out: &mut Vec<u8>, stream: u32, kind: u8, payload: &[u8]) {
     let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
     out.extend(Vec::from(MessageHeader { length, stream_id: stream, type_: kind, flags: 0 }));
     out.extend_from_slice(payload);
+}
+
+/// Reads frames from a non-blocking socket, up to [`MAX_READS`] reads.
+///
+/// # Errors
+/// The connection was closed after these frames.
+pub fn read(
+    socket: &OwnedFd,
+    decoder: &mut Decoder,
+) -> Result<Vec<Incoming>, (Vec<Incoming>, Errno)> {
+    let mut frames = Vec::new();
+    let mut buffer = [0; 4096];
+    for _ in 0..MAX_READS {
+        match rustix::io::read(socket, &mut buffer) {
+            Ok(0) => return Err((frames, Errno::CONNRESET)),
+            Ok(count) => {
+                frames.extend(decoder.feed(buffer.get(..count).unwrap_or_default()));
+                if count < buffer.len() {
+                    break;
+                }
+            }
+            Err(Errno::AGAIN) => break,
+            Err(Errno::INTR) => {}
+            Err(e) => return Err((frames, e)),
+        }
+    }
+    Ok(frames)
 }
 
 /// Writes as much of `out` as a non-blocking socket takes, and removes that.

@@ -156,11 +156,12 @@ impl Server {
     /// Reads and writes after a connection has become ready. Returns the calls that were received.
     pub fn ready(&mut self, id: u32, reactor: &Reactor) -> Vec<Call> {
         let Some(connection) = self.connections.get_mut(&id) else { return Vec::new() };
-        let read = connection.read();
-        let (frames, open) = match read {
-            Ok(frames) => (frames, true),
-            Err(frames) => (frames, false),
-        };
+        if connection.out.len() >= MAX_UNREAD {
+            return Vec::new();
+        }
+        let read = frame::read(&connection.socket, &mut connection.decoder);
+        let is_open = read.is_ok();
+        let frames = read.unwrap_or_else(|(frames, _)| frames);
         let mut calls = Vec::new();
         for frame in frames {
             match call(id, frame) {
@@ -169,7 +170,7 @@ impl Server {
                 Some((reply, Err(e))) => self.respond(reply, Err(e), reactor),
             }
         }
-        if open {
+        if is_open {
             self.flush(id, reactor);
         } else {
             self.connections.remove(&id);
@@ -212,32 +213,6 @@ impl Server {
             }
             connection.flags = flags;
         }
-    }
-}
-
-impl Connection {
-    /// Reads frames, up to a bound. `Err`: the connection was closed after these frames.
-    fn read(&mut self) -> Result<Vec<Incoming>, Vec<Incoming>> {
-        let mut frames = Vec::new();
-        let mut buffer = [0; 4096];
-        for _ in 0..64 {
-            if self.out.len() >= MAX_UNREAD {
-                return Ok(frames);
-            }
-            match rustix::io::read(&self.socket, &mut buffer) {
-                Ok(0) => return Err(frames),
-                Ok(count) => {
-                    frames.extend(self.decoder.feed(buffer.get(..count).unwrap_or_default()));
-                    if count < buffer.len() {
-                        return Ok(frames);
-                    }
-                }
-                Err(Errno::AGAIN) => return Ok(frames),
-                Err(Errno::INTR) => {}
-                Err(_) => return Err(frames),
-            }
-        }
-        Ok(frames)
     }
 }
 
