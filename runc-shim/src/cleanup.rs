@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use process_identity::device_and_inode;
 use protobuf::Message as _;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use serde::Deserialize;
 
 use crate::arguments::Arguments;
 use crate::container::config::Config;
@@ -20,7 +19,7 @@ use crate::root::helper::{self, Action, Work};
 use crate::root::mark;
 use crate::root::mounts;
 use crate::runtime::command::Command;
-use crate::runtime::options;
+use crate::runtime::options::BundleOptions;
 use crate::runtime::{self, Place, Runtime};
 use crate::sys;
 use crate::ttrpc::response;
@@ -47,28 +46,12 @@ const WHOLE_TIMEOUT: Duration = Duration::from_secs(9);
 /// container, which the dead shim used. containerd may remove its bundle at any moment.
 const CONTAINERD_BUNDLE: &str = "containerd";
 
-/// The fields of `options.json` in a bundle, which [`crate::runtime::options::write`] writes.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-struct BundleOptions {
-    binary_name: String,
-    root: String,
-    systemd_cgroup: bool,
-}
-
 /// Kills and deletes the container of the bundle, and writes the response to standard output.
 pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let begun = Instant::now();
     process_key::check_id(&arguments.id)?;
     let bundle = bundle(arguments)?;
-    let text = std::fs::read(bundle.join("options.json")).unwrap_or_default();
-    let options_json: BundleOptions = serde_json::from_slice(&text).unwrap_or_default();
-    let named = std::fs::read_to_string(bundle.join("runtime")).unwrap_or_default();
-    let runtime = Runtime {
-        binary: if named.is_empty() { options_json.binary_name } else { named },
-        root: options::root_of(&options_json.root, &arguments.namespace),
-        systemd_cgroup: options_json.systemd_cgroup,
-    };
+    let runtime = BundleOptions::read(&bundle).runtime(&arguments.namespace);
     let shim_bundle =
         std::fs::read_link(bundle.join(CONTAINERD_BUNDLE)).unwrap_or_else(|_| bundle.clone());
     end_commands(&runtime, &arguments.id, &shim_bundle);

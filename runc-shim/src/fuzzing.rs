@@ -14,7 +14,7 @@ use crate::root::idmap;
 use crate::root::mounts;
 use crate::root::overlay;
 use crate::runtime::command;
-use crate::runtime::options;
+use crate::runtime::options::{self, BundleOptions};
 use crate::ttrpc::frame::{Decoder, Incoming};
 use crate::ttrpc::request;
 
@@ -52,7 +52,8 @@ pub fn options_json(kind: &str, value: &[u8]) -> Result<String, String> {
     (any.type_url, any.value) = (kind.to_owned(), value.to_owned());
     // The options of a Checkpoint are decoded, too.
     let _ = options::parse_checkpoint(Some(&any));
-    options::parse(Some(&any)).map(|options| options::json(&options).to_string()).map_err(message)
+    let parsed = options::parse(Some(&any));
+    parsed.and_then(|options| BundleOptions::new(&options).json()).map_err(message)
 }
 
 /// The `process.json` of an exec.

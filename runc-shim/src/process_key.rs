@@ -6,7 +6,7 @@ use crate::error::{Code, Error};
 const LONGEST_ID: usize = 128;
 
 /// Identifies a process: the first one of a container, or an exec.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Default, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProcessKey {
     /// The container.
     pub id: String,

@@ -144,8 +144,9 @@ impl Shim {
             }
             // `run` handles ended streams next; the copier threads handle the streams.
             Source::Copier | Source::Stream(_) => {}
-            Source::OomWatch(pid) | Source::Output(pid) => self.child_ready(source, pid),
-            Source::Logger(pid) => self.logger_ready(pid),
+            Source::OomWatch(pid) | Source::Output(pid) | Source::Logger(pid) => {
+                self.child_ready(source, pid);
+            }
             Source::PauseProcess => {
                 if let Some(sandbox) = &mut self.sandbox {
                     sandbox.process_ready(&mut self.services);
@@ -154,25 +155,20 @@ impl Shim {
         }
     }
 
-    /// Handles a descriptor that belongs to a child.
+    /// Handles a descriptor that belongs to a child: the first process of a container, or a command
+    /// or a logging program, which may have exited and been reaped.
     fn child_ready(&mut self, source: Source, pid: u32) {
         let Ok(pid) = i32::try_from(pid) else { return };
-        let Some(child) = self.services.children().find(pid) else { return };
-        let (Child::Command(key) | Child::Process(key) | Child::Logger(key, _)) = child;
-        let id = key.id.clone();
+        let found = self.containers.iter().find(|(_, it)| match source {
+            Source::OomWatch(_) => it.watches_oom_kills(pid),
+            _ => it.awaits(pid),
+        });
+        let Some(id) = found.map(|(id, _)| id.clone()) else { return };
         self.with(&id, |it, services| match source {
             Source::OomWatch(_) => it.oom_event(services),
+            Source::Logger(_) => it.logger_ready(services, pid),
             _ => it.output_ready(services, pid),
         });
-    }
-
-    /// Handles the ready descriptor of a logging program, which may have exited and been reaped.
-    fn logger_ready(&mut self, pid: u32) {
-        let Ok(pid) = i32::try_from(pid) else { return };
-        let found = self.containers.iter().find(|(_, it)| it.awaits(pid));
-        if let Some(id) = found.map(|(id, _)| id.clone()) {
-            self.with(&id, |it, services| it.logger_ready(services, pid));
-        }
     }
 
     /// Handles pending signals. On SIGTERM and SIGINT the shim shuts down; its containers keep
@@ -308,7 +304,7 @@ impl Shim {
         }
         let id = request.id.clone();
         let mut container = Container::new(&request, self.services.namespace())?;
-        let answer = container.create(&mut self.services, reply, request);
+        let answer = container.create(&mut self.services, reply, request.rootfs);
         if !container.is_gone() {
             self.containers.insert(id, container);
         }

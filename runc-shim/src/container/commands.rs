@@ -7,7 +7,7 @@ use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 
 use super::Container;
-use super::state::{self, Event, State};
+use super::state::State;
 use super::step::Step;
 use crate::error::{Code, Error};
 use crate::runtime::{self, Place, options};
@@ -17,33 +17,46 @@ use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
 impl Container {
-    /// Pauses or resumes the container.
-    pub(super) fn pause(&mut self, services: &mut Services, reply: Reply, event: Event) -> Answer {
-        let (next, _) = state::step(self.state, event).map_err(Error::state)?;
-        let (step, word) = match event {
-            Event::Pause => (Step::Pause, "pause"),
-            _ => (Step::Resume, "resume"),
-        };
+    /// Has the runtime execute a command that needs nothing but the container.
+    pub(super) fn command(
+        &mut self,
+        services: &mut Services,
+        reply: Reply,
+        step: Step,
+        word: &str,
+    ) -> Answer {
         let caller = self.caller(Some(reply));
-        self.run(services, &caller, step, &[word, &caller.key.id], Place::default())?;
-        self.state = next;
-        Ok(None)
+        self.run(services, &caller, step, &[word, &caller.key.id])
     }
 
-    /// Handles the end of a pause or resume. `may_have_resumed`: the command was killed, and may
-    /// have resumed the container before.
+    /// Handles the end of a pause.
     pub(super) fn pause_ended(
+        &mut self,
+        services: &mut Services,
+        done: Result<(), Error>,
+    ) -> Answer {
+        done?;
+        if self.state.settle(State::Paused) {
+            let mut event = task_events::TaskPaused::new();
+            event.container_id.clone_from(&self.key.id);
+            services.send(events::PAUSED, &event);
+        }
+        response::empty()
+    }
+
+    /// Handles the end of a resume. `may_have_resumed`: the command was killed, and may have
+    /// resumed the container before.
+    pub(super) fn resume_ended(
         &mut self,
         services: &mut Services,
         done: Result<(), Error>,
         may_have_resumed: bool,
     ) -> Answer {
-        let resumed = may_have_resumed && !self.is_frozen();
-        let event = if done.is_ok() || resumed { Event::Done } else { Event::Failed };
-        // The container may have exited meanwhile.
-        if let Ok((next, notice)) = state::step(self.state, event) {
-            self.state = next;
-            self.announce(services, notice);
+        let is_resumed = done.is_ok() || may_have_resumed && !self.is_frozen();
+        if is_resumed && self.state.settle(State::Running) {
+            let mut event = task_events::TaskResumed::new();
+            event.container_id.clone_from(&self.key.id);
+            services.send(events::RESUMED, &event);
         }
         done.and_then(|()| response::empty())
     }
@@ -55,9 +68,6 @@ impl Container {
         reply: Reply,
         request: &api::UpdateTaskRequest,
     ) -> Answer {
-        if self.state.has_exited() {
-            return Err(Error::state("cannot update a stopped container"));
-        }
         let resources = &request.resources.value;
         serde_json::from_slice::<serde::de::IgnoredAny>(resources)
             .map_err(|e| Error::new(Code::INVALID_ARGUMENT, format!("resources: {e}")))?;
@@ -65,8 +75,7 @@ impl Container {
         let place = Place { input_file: Some(file.as_fd()), ..Place::default() };
         let (caller, input_path) = (self.caller(Some(reply)), runtime::input_path());
         let arguments = ["update", "--resources", &input_path, &caller.key.id];
-        self.run(services, &caller, Step::Update, &arguments, place)?;
-        Ok(None)
+        self.run_in(services, &caller, Step::Update, &arguments, place)
     }
 
     /// Writes a checkpoint of a container.
@@ -77,13 +86,6 @@ impl Container {
         request: &api::CheckpointTaskRequest,
     ) -> Answer {
         let options = options::parse_checkpoint(request.options.as_ref())?;
-        match self.state {
-            State::Running { .. } | State::Paused { .. } => {}
-            state if state.has_exited() => {
-                return Err(Error::state("cannot checkpoint a stopped container"));
-            }
-            _ => return Err(Error::state("cannot checkpoint a task in created state")),
-        }
         let own = self.bundle.join("work").join("criu-work");
         let removed = options.work_path.is_empty().then(|| own.clone());
         let work =
@@ -106,8 +108,7 @@ impl Container {
         }
         arguments.push(&request.id);
         let step = Step::Checkpoint { path: request.path.clone(), work: removed };
-        self.run(services, &self.caller(Some(reply)), step, &arguments, Place::default())?;
-        Ok(None)
+        self.run(services, &self.caller(Some(reply)), step, &arguments)
     }
 
     pub(super) fn checkpoint_ended(

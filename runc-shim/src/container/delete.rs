@@ -1,116 +1,33 @@
-//! Delete of containers and execs. [`Container::delete_next`] has the order of the steps.
+//! Delete of containers and execs. [`Container::remove_next`] has the order of the steps.
 
 use std::time::Instant;
 
-use super::state::{self, Event, State};
-use super::step::{Caller, Step};
+use super::state::State;
 use super::{Container, missing};
 use crate::error::Error;
 use crate::exec;
 use crate::process_key::ProcessKey;
-use crate::root::helper::Action;
-use crate::runtime::Place;
 use crate::services::Services;
 use crate::ttrpc::events;
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
-/// A step of the deletion of a container.
-#[derive(Debug)]
-pub enum Deletion {
-    /// The runtime deletes the container.
-    Runtime(Attempt),
-    /// A helper removes the cgroup of a container that the runtime failed to delete with this
-    /// error, or does not know because it was killed.
-    Cgroup(Error),
-    /// A helper unmounts the root file system of the deleted container.
-    Mounts,
-}
-
-/// An attempt of the runtime to delete a container.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Attempt {
-    /// The first attempt. If it fails, the shim removes the cgroup.
-    First,
-    /// The attempt after the removal of the cgroup.
-    Last,
-}
-
 impl Container {
     /// Deletes the container, when its last output is copied.
     pub(super) fn delete(&mut self, services: &mut Services, reply: Reply) -> Answer {
-        if self.state == State::Discarding {
-            return self.discard(services, &self.caller(Some(reply)), None);
+        if self.state == State::Failed {
+            return self.remove(services, &self.caller(Some(reply)), None);
         }
-        let (next, _) = state::step(self.state, Event::Delete).map_err(Error::state)?;
-        self.state = next;
         // A container that was never started has not exited: the deletion kills its process.
-        let has_exited = self.state.exit().is_some();
+        let has_exited = self.state.has_exited();
         if has_exited && self.process.drain(services.copiers(), &self.key.id, reply)? {
             return Ok(None);
         }
-        self.run_delete(services, &self.caller(Some(reply)), Attempt::First)
+        self.remove_container(services, &self.caller(Some(reply)), None)
     }
 
-    fn run_delete(&mut self, services: &mut Services, caller: &Caller, attempt: Attempt) -> Answer {
-        let mut arguments = vec!["delete"];
-        arguments.extend(self.must_force.then_some("--force"));
-        arguments.push(&caller.key.id);
-        let step = Step::Delete(Deletion::Runtime(attempt));
-        let run = self.run(services, caller, step, &arguments, Place::default());
-        run.map(|()| None).or_else(|e| self.delete_failed(services, e))
-    }
-
-    /// Continues after a step has ended, with the next one.
-    pub(super) fn delete_next(
-        &mut self,
-        services: &mut Services,
-        caller: &Caller,
-        ended: Deletion,
-        done: Result<(), Error>,
-    ) -> Answer {
-        let begun = match (ended, done) {
-            // If the runtime does not know the container, a checkpoint that stops the container has
-            // deleted it.
-            (Deletion::Runtime(attempt), Err(e)) if self.runtime.knows(&self.key.id) => {
-                if attempt == Attempt::First {
-                    // runc removes no cgroup whose path is too long for a system call.
-                    let step = Step::Delete(Deletion::Cgroup(e.clone()));
-                    self.run_remove_cgroup(services, caller, step).map_err(|_| e)
-                } else {
-                    Err(e)
-                }
-            }
-            (Deletion::Runtime(_), _) if self.may_have_left_cgroup => {
-                let reason = Error::unknown("the runtime was killed");
-                self.run_remove_cgroup(services, caller, Step::Delete(Deletion::Cgroup(reason)))
-            }
-            (Deletion::Runtime(_), _) if self.has_rootfs => {
-                let step = Step::Delete(Deletion::Mounts);
-                self.run_helper(services, caller, step, Action::Unmount, None)
-            }
-            (Deletion::Cgroup(_), Ok(())) => {
-                self.may_have_left_cgroup = false;
-                return self.run_delete(services, caller, Attempt::Last);
-            }
-            (Deletion::Cgroup(reason), Err(e)) => {
-                let message = format!("{reason}; {e}");
-                Err(Error { message, ..reason })
-            }
-            (Deletion::Mounts, Err(e)) => Err(e),
-            (Deletion::Runtime(_), _) | (Deletion::Mounts, Ok(())) => {
-                return self.deleted(services);
-            }
-        };
-        begun.map(|()| None).or_else(|e| self.delete_failed(services, e))
-    }
-
-    fn delete_failed(&mut self, services: &mut Services, e: Error) -> Answer {
-        self.change(services, Event::Failed);
-        Err(e)
-    }
-
-    fn deleted(&mut self, services: &mut Services) -> Answer {
+    pub(super) fn deleted(&mut self, services: &mut Services) -> Answer {
+        self.is_gone = true;
         // The deletion kills the process of a container that was never started.
         for (key, exit) in services.children().take_ended_processes(&self.key.id) {
             self.process_exited(services, &key, exit);
@@ -175,7 +92,7 @@ impl Container {
     /// Continues the deletion of a process that has waited for its last output.
     pub(super) fn drained(&mut self, services: &mut Services, key: &ProcessKey, reply: Reply) {
         let answer = match key.exec.as_str() {
-            "" => self.run_delete(services, &self.caller(Some(reply)), Attempt::First),
+            "" => self.remove_container(services, &self.caller(Some(reply)), None),
             _ => self.remove_exec(services, key),
         };
         services.respond(reply, answer);

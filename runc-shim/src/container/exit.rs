@@ -3,7 +3,7 @@
 use containerd_shim_protos::events::task as task_events;
 
 use super::Container;
-use super::state::{Event, Notice, State};
+use super::step::{Pending, Step};
 use crate::cgroup::oom_watch::OomWatch;
 use crate::exec;
 use crate::exits::Exit;
@@ -19,7 +19,7 @@ impl Container {
     pub fn process_exited(&mut self, services: &mut Services, key: &ProcessKey, exit: Exit) {
         if *key == self.key {
             self.unwatch_oom_kills(services);
-            self.change(services, Event::Exited(exit));
+            self.state.note_exit(exit);
             self.thaw();
             self.kill_remaining(services);
         } else if let Ok(exec) = self.exec(key) {
@@ -31,36 +31,16 @@ impl Container {
         }
     }
 
-    /// Announces the exit of the container, if no exec and no kill of remaining processes is left.
+    /// Announces the exit of the container, unless its start, an exec or the kill of remaining
+    /// processes comes first.
     pub(super) fn announce_exit_if_done(&mut self, services: &mut Services) {
-        let has_live_execs = self.execs.values().any(|exec| exec.state().is_live());
-        let is_done = !has_live_execs && !self.kills_remaining();
-        if is_done && matches!(self.state, State::Exiting { .. }) {
-            self.change(services, Event::ExecsGone);
-        }
-    }
-
-    /// Sends the event that belongs to a change of the state.
-    pub(super) fn announce(&mut self, services: &mut Services, notice: Notice) {
-        let id = self.key.id.clone();
-        match notice {
-            Notice::Nothing => {}
-            Notice::Started(pid) => {
-                services.send(events::START, &events::start(&id, response::unsigned(pid)));
-            }
-            Notice::Paused => {
-                let mut event = task_events::TaskPaused::new();
-                event.container_id = id;
-                services.send(events::PAUSED, &event);
-            }
-            Notice::Resumed => {
-                let mut event = task_events::TaskResumed::new();
-                event.container_id = id;
-                services.send(events::RESUMED, &event);
-            }
-            Notice::Exited(pid, exit) => {
-                self.announce_exit(services, &self.key.clone(), pid, exit);
-            }
+        let comes_first = |it: &Pending| matches!(it.step, Step::Start | Step::KillRemaining);
+        let must_wait = self.pending.iter().any(comes_first)
+            || self.execs.values().any(|exec| exec.state().is_live());
+        if (self.is_deleting() || !must_wait)
+            && let Some(exit) = self.state.take_exit()
+        {
+            self.announce_exit(services, &self.key.clone(), self.pid, exit);
         }
     }
 
@@ -106,6 +86,11 @@ impl Container {
                 log::warn(format_args!("container {id}: failed to watch for OOM kills: {e}"));
             }
         }
+    }
+
+    /// Whether the cgroup of the container, whose first process has this pid, is watched.
+    pub fn watches_oom_kills(&self, pid: i32) -> bool {
+        self.pid == pid && self.oom_watch.is_some()
     }
 
     /// Handles a notification of the kernel: sends TaskOOM if a process was killed.

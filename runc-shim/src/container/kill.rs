@@ -9,7 +9,7 @@ use crate::cgroup::Cgroup;
 use crate::error::{Code, Error};
 use crate::exec;
 use crate::process_key::ProcessKey;
-use crate::runtime::{self, Place};
+use crate::runtime;
 use crate::services::Services;
 use crate::sys;
 use crate::ttrpc::response::{self, Answer};
@@ -35,9 +35,9 @@ impl Container {
             };
         }
         let has_own_namespace = self.config.own_pid_namespace;
-        let is_plain = matches!(self.state, State::Created { .. } | State::Running { .. });
+        let is_plain = matches!(self.state, State::Created | State::Running);
         if is_plain && has_own_namespace && !request.all {
-            let answer = signal_process(self.state.pid(), signal);
+            let answer = signal_process(self.pid, signal);
             if answer.is_ok() && signal == libc::SIGKILL {
                 self.thaw();
             }
@@ -52,8 +52,7 @@ impl Container {
         arguments.extend(request.all.then_some("--all"));
         arguments.extend([key.id.as_str(), &number]);
         let caller = self.caller(Some(reply));
-        self.run(services, &caller, Step::Kill(signal), &arguments, Place::default())?;
-        Ok(None)
+        self.run(services, &caller, Step::Kill(signal), &arguments)
     }
 
     /// Handles the end of the command that sends a signal.
@@ -87,7 +86,7 @@ impl Container {
     /// Thaws a container that runs, and that a killed command of the runtime may have frozen: it
     /// is not paused, so that no Resume could thaw it.
     pub(super) fn thaw_running(&self) {
-        if !matches!(self.state, State::Paused { .. } | State::Resuming { .. }) {
+        if self.state != State::Paused {
             self.thaw();
         }
     }
@@ -95,12 +94,10 @@ impl Container {
     /// Kills the processes that remain after the first one has exited, unless the container has its
     /// own PID namespace, in which the kernel kills them.
     pub(super) fn kill_remaining(&mut self, services: &mut Services) {
-        let is_deleting = matches!(self.state, State::Deleting { .. });
-        if !self.config.own_pid_namespace && !is_deleting {
+        if !self.config.own_pid_namespace && !self.is_deleting() {
             let caller = self.caller(None);
             let arguments = ["kill", "--all", &caller.key.id, "9"];
-            let step = Step::KillRemaining;
-            if let Err(e) = self.run(services, &caller, step, &arguments, Place::default()) {
+            if let Err(e) = self.run(services, &caller, Step::KillRemaining, &arguments) {
                 self.log_failure(&e);
             }
             // Also if the command fails, no exec may delay the announcement of the exit.

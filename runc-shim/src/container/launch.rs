@@ -1,23 +1,28 @@
-//! The steps in which a process is created: those of a Create, of a Start that restores a
-//! container, and of the Start of an exec. [`Container::launch_next`] has their order.
+//! Create and Start. [`Container::launch_next`] has the order of the steps in which a process is
+//! created: those of a Create, of a Start that restores a container, and of the Start of an exec.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use containerd_shim_protos::api::Mount;
+use containerd_shim_protos::events::task as task_events;
 
 use super::Container;
-use super::state::{Event, State};
+use super::state::State;
 use super::step::{Caller, Step};
 use super::steps::check_deadline;
 use crate::error::{Context as _, Error};
+use crate::exec::state::Event as ExecEvent;
+use crate::exits::{Exit, UNKNOWN};
 use crate::io::console::ConsoleSocket;
-use crate::io::{self, Prepared};
+use crate::io::{self, Owner, Prepared};
 use crate::process_key::ProcessKey;
 use crate::root::fuse_program::FuseProgram;
 use crate::root::helper::{self, Action};
 use crate::runtime::{self, Place};
 use crate::services::Services;
-use crate::ttrpc::response::Answer;
+use crate::sys;
+use crate::ttrpc::events;
+use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
 /// A step of the creation of a process, with what the next one needs.
@@ -42,13 +47,8 @@ impl Launch {
 }
 
 impl Container {
-    /// Begins a Create, whose root file system has these mounts.
-    pub(super) fn launch_with_mounts(
-        &mut self,
-        services: &mut Services,
-        reply: Reply,
-        mounts: Vec<Mount>,
-    ) -> Answer {
+    /// Creates the container, whose root file system has these mounts.
+    pub fn create(&mut self, services: &mut Services, reply: Reply, mounts: Vec<Mount>) -> Answer {
         let caller = self.caller(Some(reply));
         if mounts.is_empty() {
             return self.launch(services, caller);
@@ -57,8 +57,28 @@ impl Container {
         begun.or_else(|e| self.launch_failed(services, &caller, e, false))
     }
 
+    /// Starts the container, or restores it from a checkpoint.
+    pub(super) fn start(&mut self, services: &mut Services, reply: Reply) -> Answer {
+        match self.state {
+            State::Restorable => self.launch(services, self.caller(Some(reply))),
+            _ => self.command(services, reply, Step::Start, "start"),
+        }
+    }
+
+    /// Starts an exec.
+    pub(super) fn start_exec(
+        &mut self,
+        services: &mut Services,
+        reply: Reply,
+        key: &ProcessKey,
+    ) -> Answer {
+        self.check_not_exited()?;
+        self.exec(key)?.change(ExecEvent::Start)?;
+        self.launch(services, Caller { key: key.clone(), reply: Some(reply) })
+    }
+
     /// Begins to create a process: the first one, or that of an exec.
-    pub(super) fn launch(&mut self, services: &mut Services, caller: Caller) -> Answer {
+    fn launch(&mut self, services: &mut Services, caller: Caller) -> Answer {
         let begun = self.prepare(services, &caller);
         begun.or_else(|e| self.launch_failed(services, &caller, e, false))
     }
@@ -77,17 +97,7 @@ impl Container {
             Launch::StartingTerminalLogger(_) => true,
         };
         let continued = match (done, ended) {
-            (Ok(()), Launch::Mounting { .. }) => self.prepare(services, caller),
-            (Ok(()), Launch::StartingLogger(streams)) => {
-                self.create_process(services, caller, streams)
-            }
-            (Ok(()), Launch::Creating(Some(console), _)) => {
-                self.take_terminal(services, caller, &console)
-            }
-            (Ok(()), Launch::Creating(None, streams))
-            | (Ok(()), Launch::StartingTerminalLogger(streams)) => {
-                self.attach(services, caller, streams)
-            }
+            (Ok(()), ended) => self.launch_after(services, caller, ended),
             (Err(e), Launch::Mounting { .. }) => Err(e),
             (Err(e), Launch::StartingLogger(streams))
             | (Err(e), Launch::Creating(_, streams))
@@ -100,14 +110,26 @@ impl Container {
         continued.or_else(|e| self.launch_failed(services, caller, e, was_made))
     }
 
+    /// Begins the step that follows one that has succeeded, or completes the call.
+    fn launch_after(&mut self, services: &mut Services, caller: &Caller, ended: Launch) -> Answer {
+        match ended {
+            Launch::Mounting { .. } => self.prepare(services, caller),
+            Launch::StartingLogger(streams) => self.create_process(services, caller, streams),
+            Launch::Creating(Some(console), _) => self.take_terminal(services, caller, &console),
+            Launch::Creating(None, streams) | Launch::StartingTerminalLogger(streams) => {
+                self.attach(services, caller, streams)
+            }
+        }
+    }
+
     /// Starts a helper that mounts the root file system.
     fn mount(&mut self, services: &mut Services, caller: &Caller, mounts: Vec<Mount>) -> Answer {
         let by_program = mounts.iter().any(|mount| FuseProgram::of_type(&mount.type_).is_some());
         let mounts = helper::mounts_file(mounts)?;
         let step = Step::Launch(Launch::Mounting { by_program });
-        self.run_helper(services, caller, step, Action::Mount, Some(mounts.as_fd()))?;
+        let begun = self.run_helper(services, caller, step, Action::Mount, Some(mounts.as_fd()))?;
         self.has_rootfs = true;
-        Ok(None)
+        Ok(begun)
     }
 
     /// Prepares the streams of the process. A process with a terminal has none yet: they are
@@ -117,10 +139,10 @@ impl Container {
         if caller.key == self.key {
             check_deadline(caller.reply)?;
         }
-        if self.state == State::Creating && !self.restore.is_empty() {
-            return self.created(services, None);
+        if self.state == State::New && !self.restore.is_empty() {
+            return self.created(services, 0);
         }
-        let owner = self.owner;
+        let owner = Owner { uid: self.owner.0, gid: self.owner.1 };
         let stdio = self.process(&caller.key)?.stdio().clone();
         if !stdio.is_none() {
             services.copiers().start(&caller.key.id)?;
@@ -142,14 +164,9 @@ impl Container {
         step: fn(Prepared) -> Launch,
     ) -> Answer {
         let Some(logger) = prepared.logger.take() else {
-            return match step(prepared) {
-                Launch::StartingLogger(it) => self.create_process(services, caller, it),
-                Launch::StartingTerminalLogger(it) => self.attach(services, caller, it),
-                _ => Ok(None),
-            };
+            return self.launch_after(services, caller, step(prepared));
         };
-        self.begin_logger(services, caller, Step::Launch(step(prepared)), logger)?;
-        Ok(None)
+        self.begin_logger(services, caller, Step::Launch(step(prepared)), logger)
     }
 
     /// Has the runtime create the process.
@@ -192,10 +209,10 @@ impl Container {
         // The streams are copied once the process is created: until then the runtime writes its
         // own errors to them.
         let step = Step::Launch(Launch::Creating(console, streams));
-        self.run(services, caller, step, &arguments, place)?;
+        let begun = self.run_in(services, caller, step, &arguments, place)?;
         services.children().begin_start(&caller.key);
         services.copiers().close(&caller.key.id, child.into_iter().flatten().collect());
-        Ok(None)
+        Ok(begun)
     }
 
     /// Makes the socket through which the runtime sends a terminal, if the process gets one.
@@ -248,8 +265,8 @@ impl Container {
             self.watch_oom_kills(services, pid);
         }
         let answer = match self.state {
-            State::Starting { .. } => self.started(services, pid),
-            _ => self.created(services, Some(pid)),
+            State::New => self.created(services, pid),
+            _ => self.started(services, pid),
         };
         if let Some(exit) = exit {
             self.process_exited(services, &caller.key, exit);
@@ -267,8 +284,10 @@ impl Container {
         was_made: bool,
     ) -> Answer {
         services.children().start_failed(&caller.key);
-        if caller.key == self.key && self.state == State::Creating {
-            return self.create_failed(services, caller, e);
+        if caller.key == self.key && self.state == State::New {
+            self.state = State::Failed;
+            self.create_event = None;
+            return self.remove(services, caller, Some(e));
         }
         if was_made {
             if let Ok(pid) = runtime::read_pid(&self.pid_file(&caller.key)) {
@@ -279,12 +298,84 @@ impl Container {
                 process.set_console(services.copiers(), &caller.key.id, None::<OwnedFd>);
             }
         }
-        if caller.key == self.key {
-            self.change(services, Event::StartFailed);
-            self.announce_exit_if_done(services);
-        } else {
-            self.exec_failed(services, &caller.key);
+        if let Ok(exec) = self.exec(&caller.key) {
+            // A caller of Wait must not take it for a success.
+            let exit = Exit::now(UNKNOWN);
+            // An exec that was deleted meanwhile has no state to change.
+            let _ = exec.change(ExecEvent::StartFailed(exit));
+            exec.process().waiters().answer(services, exit);
         }
+        self.announce_exit_if_done(services);
         Err(e)
+    }
+
+    /// Completes a Create; pid 0: the container is restored by its Start.
+    fn created(&mut self, services: &mut Services, pid: i32) -> Answer {
+        self.pid = pid;
+        self.state.settle(if pid == 0 { State::Restorable } else { State::Created });
+        let pid = response::unsigned(pid);
+        if let Some(mut event) = self.create_event.take() {
+            event.pid = pid;
+            services.send(events::CREATE, &*event);
+        }
+        response::created(pid)
+    }
+
+    /// Completes the start or restore of the container, whose first process may have exited.
+    fn started(&mut self, services: &mut Services, pid: i32) -> Answer {
+        self.pid = pid;
+        self.state.settle(State::Running);
+        let pid = response::unsigned(pid);
+        services.send(events::START, &events::start(&self.key.id, pid));
+        self.announce_exit_if_done(services);
+        response::started(pid)
+    }
+
+    /// Continues after the runtime has started the container, or has failed to.
+    pub(super) fn start_ended(
+        &mut self,
+        services: &mut Services,
+        done: Result<(), Error>,
+    ) -> Answer {
+        match done {
+            Ok(()) => self.started(services, self.pid),
+            Err(e) => {
+                self.announce_exit_if_done(services);
+                Err(e)
+            }
+        }
+    }
+
+    /// Completes the start of an exec, which may have exited already.
+    fn exec_started(
+        &mut self,
+        services: &mut Services,
+        key: &ProcessKey,
+        pid: i32,
+        exit: Option<Exit>,
+    ) -> Answer {
+        self.exec(key)?.change(ExecEvent::Started(pid))?;
+        let mut event = task_events::TaskExecStarted::new();
+        (event.container_id, event.exec_id) = (key.id.clone(), key.exec.clone());
+        event.pid = response::unsigned(pid);
+        services.send_of(events::EXEC_STARTED, &event, key);
+        if let Some(exit) = exit {
+            self.process_exited(services, key, exit);
+        } else if self.state.has_exited() && !self.config.own_pid_namespace {
+            // The exec has joined the container after the remaining processes were killed, and must
+            // not delay the announcement of the exit. It is not reaped yet, so its pid cannot have
+            // been reused.
+            let _ = sys::kill(pid, libc::SIGKILL);
+        }
+        response::started(response::unsigned(pid))
+    }
+
+    /// Fails if the first process has exited, so that no exec can join it.
+    fn check_not_exited(&self) -> Result<(), Error> {
+        if self.state.has_exited() {
+            let reason = format!("container {} init process is not running", self.key.id);
+            return Err(Error::state(reason));
+        }
+        Ok(())
     }
 }

@@ -4,12 +4,11 @@ mod commands;
 pub mod config;
 mod create;
 mod delete;
-mod discard;
 mod exit;
 mod kill;
 mod launch;
 mod queries;
-mod start;
+mod removal;
 pub mod state;
 mod step;
 mod steps;
@@ -22,14 +21,13 @@ use std::time::Instant;
 
 use self::config::Config;
 pub use self::create::create_event;
-use self::discard::Retry;
-use self::state::{Event, State};
-use self::step::Pending;
+use self::removal::Retry;
+use self::state::State;
+use self::step::{Pending, Step};
 use crate::cgroup::Cgroup;
 use crate::cgroup::oom_watch::OomWatch;
 use crate::error::{Code, Context as _, Error};
 use crate::exec::Exec;
-use crate::io::Owner;
 use crate::log;
 use crate::process::ProcessStreams;
 use crate::process_key::ProcessKey;
@@ -43,7 +41,7 @@ use crate::ttrpc::server::Reply;
 const MAX_QUEUED: usize = 1024;
 
 /// A container.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Container {
     /// The container's id.
     key: ProcessKey,
@@ -51,9 +49,11 @@ pub struct Container {
     bundle: PathBuf,
     /// The runtime and its options.
     runtime: Runtime,
-    /// The owner of the pipes.
-    owner: Owner,
+    /// The user and the group that own the pipes.
+    owner: (u32, u32),
     state: State,
+    /// The pid of the first process; 0: there is none yet.
+    pid: i32,
     /// The commands and logging programs that are being waited for, each with the step in which it
     /// is; those of execs, too.
     pending: Vec<Pending>,
@@ -105,17 +105,17 @@ impl Container {
 
     /// Whether the leftovers of a failed creation are being removed.
     pub fn is_discarding(&self) -> bool {
-        self.state == State::Discarding
+        self.state == State::Failed
     }
 
     /// Whether the creation has succeeded.
     pub fn is_created(&self) -> bool {
-        !matches!(self.state, State::Creating | State::Discarding)
+        !matches!(self.state, State::New | State::Failed)
     }
 
     /// The pid of the first process in messages.
     pub fn pid(&self) -> u32 {
-        response::unsigned(self.state.pid())
+        response::unsigned(self.pid)
     }
 
     /// Executes a call, or has it wait for what is pending.
@@ -129,13 +129,16 @@ impl Container {
         }
         let Some(request) = self.enqueue(services, reply, request)? else { return Ok(None) };
         let key = key_of(&request);
+        if key.exec.is_empty() {
+            self.state.check(&request)?;
+        }
         let answer = match request {
             Request::Start(_) if key.exec.is_empty() => self.start(services, reply),
             Request::Start(_) => self.start_exec(services, reply, &key),
             Request::Delete(_) if key.exec.is_empty() => self.delete(services, reply),
             Request::Delete(_) => self.delete_exec(services, reply, &key),
-            Request::Pause(_) => self.pause(services, reply, Event::Pause),
-            Request::Resume(_) => self.pause(services, reply, Event::Resume),
+            Request::Pause(_) => self.command(services, reply, Step::Pause, "pause"),
+            Request::Resume(_) => self.command(services, reply, Step::Resume, "resume"),
             Request::Checkpoint(r) => self.checkpoint(services, reply, &r),
             Request::Kill(r) => self.kill(services, reply, &key, &r),
             Request::Update(r) => self.update(services, reply, &r),
@@ -178,12 +181,17 @@ impl Container {
             let reason = format!("{MAX_QUEUED} calls wait for a command of the runtime");
             return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
         }
-        let cancels = matches!(request, Request::Delete(_)) && self.state == State::Creating;
+        let cancels = matches!(request, Request::Delete(_)) && self.state == State::New;
         queue.push_back((reply, request));
         if cancels {
             self.cancel_creation(services);
         }
         Ok(None)
+    }
+
+    /// Whether the container is being deleted, so that its exit is announced at once.
+    fn is_deleting(&self) -> bool {
+        self.is_gone || self.pending.iter().any(|it| matches!(it.step, Step::Remove(..)))
     }
 
     /// Whether calls for the container must wait: a command, a helper or a logging program is
@@ -214,22 +222,6 @@ impl Container {
         match key.exec.as_str() {
             "" => Ok(&mut self.process),
             _ => Ok(self.exec(key)?.process()),
-        }
-    }
-
-    /// Changes the state and announces the change. Logs and ignores an event that is not allowed in
-    /// the state.
-    fn change(&mut self, services: &mut Services, event: Event) {
-        let before = self.state;
-        match state::step(before, event) {
-            Ok((next, notice)) => {
-                self.state = next;
-                self.announce(services, notice);
-            }
-            Err(reason) => {
-                let id = &self.key.id;
-                log::warn(format_args!("container {id}: {event:?} in state {before:?}: {reason}"));
-            }
         }
     }
 
@@ -279,7 +271,7 @@ impl Container {
         self.end_late_drains(services, now);
         if !self.is_busy() && self.retry.is_some_and(|retry| retry.at <= now) {
             // A failure is logged and schedules the next attempt.
-            let _ = self.discard(services, &self.caller(None), None);
+            let _ = self.remove(services, &self.caller(None), None);
         }
     }
 }

@@ -5,10 +5,11 @@ use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::shim::oci::ProcessDetails;
 use containerd_shim_protos::types::task::{ProcessInfo, Status};
 use protobuf::well_known_types::any::Any;
-use protobuf::{EnumOrUnknown, Message, MessageField};
+use protobuf::{Message, MessageField};
 
 use super::Container;
 use super::state::State;
+use super::step::Step;
 use crate::error::{Code, Error};
 use crate::exec::{self, Exec};
 use crate::io::Stdio;
@@ -36,16 +37,6 @@ impl Container {
         if self.execs.len() >= MAX_EXECS {
             let reason = format!("the container has {MAX_EXECS} execs that are not deleted");
             return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
-        }
-        match self.state {
-            State::Restorable => return Err(Error::state("cannot exec in a created state")),
-            State::Pausing { .. } | State::Paused { .. } => {
-                return Err(Error::state("cannot exec in a paused state"));
-            }
-            state if state.has_exited() => {
-                return Err(Error::state("cannot exec in a stopped state"));
-            }
-            _ => {}
         }
         let stdio = Stdio {
             stdin: request.stdin,
@@ -81,11 +72,10 @@ impl Container {
 
     /// Answers State.
     pub(super) fn describe(&mut self, key: &ProcessKey) -> Answer {
-        let mut response = api::StateResponse::new();
-        response.bundle = self.bundle.display().to_string();
-        let status = status(self.state);
+        let bundle = self.bundle.display().to_string();
+        let status = self.status();
         let (pid, status, exit) = if key.exec.is_empty() {
-            (self.state.pid(), status, self.state.exit())
+            (self.pid, status, self.state.exit())
         } else {
             let state = self.exec(key)?.state();
             let own = match state {
@@ -96,18 +86,13 @@ impl Container {
             };
             (state.pid(), own, state.exit())
         };
-        response.id = key.process().to_owned();
-        response.pid = response::unsigned(pid);
-        response.status = EnumOrUnknown::new(status);
+        let pid = response::unsigned(pid);
+        let mut response = response::state(key.process(), bundle, pid, status, exit);
         let stdio = self.process(key)?.stdio();
         response.stdin.clone_from(&stdio.stdin);
         response.stdout.clone_from(&stdio.stdout);
         response.stderr.clone_from(&stdio.stderr);
         response.terminal = stdio.terminal;
-        if let Some(exit) = exit {
-            response.exit_status = exit.status;
-            response.exited_at = MessageField::some(exit.at());
-        }
         response::now(&response)
     }
 
@@ -116,10 +101,10 @@ impl Container {
         let mut response = api::PidsResponse::new();
         let pids = self.cgroup.as_ref().map(|cgroup| cgroup.pids()).transpose()?;
         let mut pids = pids.unwrap_or_default();
-        if pids.is_empty() && self.state.pid() != 0 {
+        if pids.is_empty() && self.pid != 0 {
             // When containerd starts, it deletes a task without processes, and with it an exit and
             // output that it has not received (core/runtime/v2, `loadShims`).
-            pids.push(self.state.pid());
+            pids.push(self.pid);
         }
         for pid in pids {
             let mut info = ProcessInfo::new();
@@ -172,21 +157,17 @@ impl Container {
     /// Answers Stats.
     pub(super) fn stats(&self) -> Answer {
         let missing = || Error::not_found("cgroup does not exist");
-        let stats = self.cgroup.as_ref().ok_or_else(missing)?.stats()?;
-        let mut response = api::StatsResponse::new();
-        response.stats = MessageField::some(stats);
-        response::now(&response)
+        response::metrics(self.cgroup.as_ref().ok_or_else(missing)?.stats()?)
     }
-}
 
-fn status(state: State) -> Status {
-    match state {
-        State::Creating | State::Discarding | State::Created { .. } => Status::CREATED,
-        State::Restorable | State::Starting { .. } => Status::CREATED,
-        State::Running { .. } | State::Exiting { .. } => Status::RUNNING,
-        State::Pausing { .. } => Status::PAUSING,
-        State::Paused { .. } | State::Resuming { .. } => Status::PAUSED,
-        State::Deleting { exit: None, .. } => Status::CREATED,
-        State::Stopped { .. } | State::Deleting { .. } => Status::STOPPED,
+    fn status(&self) -> Status {
+        let is_pausing = || self.pending.iter().any(|it| matches!(it.step, Step::Pause));
+        match self.state {
+            State::New | State::Failed | State::Restorable | State::Created => Status::CREATED,
+            State::Running if is_pausing() => Status::PAUSING,
+            State::Running | State::Exiting(_) => Status::RUNNING,
+            State::Paused => Status::PAUSED,
+            State::Stopped(_) => Status::STOPPED,
+        }
     }
 }

@@ -4,9 +4,8 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::delete::Deletion;
-use super::discard::Left;
 use super::launch::Launch;
+use super::removal::Part;
 use super::state::State;
 use crate::error::Error;
 use crate::io::logger::{self, Logger};
@@ -29,11 +28,9 @@ pub enum Step {
     Launch(Launch),
     /// The runtime starts the container.
     Start,
-    /// A step of a Delete.
-    Delete(Deletion),
-    /// Removes a part of what a failed Create has left. The Create fails with the error; `None`: a
-    /// later attempt or a Delete, so that no Create waits for the error.
-    Discard(Left, Option<Error>),
+    /// A part of the container is removed. The error is that of the failed Create which waits for
+    /// it, or that of the runtime's first attempt in a Delete.
+    Remove(Part, Option<Error>),
     /// The runtime sends this signal to the container.
     Kill(i32),
     /// The runtime kills the processes that remain after the first process has exited.
@@ -53,15 +50,13 @@ impl Step {
     /// Whether the deadline of the call limits the step. A removal continues after it, because an
     /// interrupted one leaves more than it has found.
     pub fn is_limited(&self) -> bool {
-        !matches!(self, Self::Discard(..) | Self::Delete(_) | Self::KillRemaining)
+        !matches!(self, Self::Remove(..) | Self::KillRemaining)
     }
 
     /// The time that the step has whatever the deadline of the call; `None`: no limit.
     pub fn own_limit(&self) -> Option<Duration> {
         match self {
-            Self::Delete(Deletion::Runtime(_)) | Self::Discard(Left::Container, _) => {
-                Some(DELETE_TIMEOUT)
-            }
+            Self::Remove(Part::Container, _) => Some(DELETE_TIMEOUT),
             Self::Launch(step) if step.awaits_logger() => Some(logger::READY_TIMEOUT),
             _ => None,
         }
@@ -78,16 +73,12 @@ impl Step {
         match self {
             Self::Launch(Launch::Mounting { .. }) => "failed to mount rootfs component",
             Self::Launch(_) if !key.exec.is_empty() => "OCI runtime exec failed",
-            Self::Launch(_) if state == State::Creating => "OCI runtime create failed",
+            Self::Launch(_) if state == State::New => "OCI runtime create failed",
             Self::Launch(_) => "OCI runtime restore failed",
             Self::Start => "OCI runtime start failed",
-            Self::Delete(Deletion::Runtime(_)) | Self::Discard(Left::Container, _) => {
-                "failed to delete task"
-            }
-            Self::Delete(Deletion::Cgroup(_)) | Self::Discard(Left::Cgroup, _) => "remove cgroup",
-            Self::Delete(Deletion::Mounts) | Self::Discard(Left::Mounts, _) => {
-                "failed rootfs umount"
-            }
+            Self::Remove(Part::Container, _) => "failed to delete task",
+            Self::Remove(Part::Cgroup, _) => "remove cgroup",
+            Self::Remove(Part::Mounts, _) => "failed rootfs umount",
             Self::Kill(_) => "",
             Self::KillRemaining => "OCI runtime killall failed",
             Self::Pause => "OCI runtime pause failed",

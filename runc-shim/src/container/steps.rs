@@ -12,7 +12,6 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use super::Container;
-use super::delete::{Attempt, Deletion};
 use super::launch::Launch;
 use super::step::{Caller, Pending, Step, Wait};
 use crate::children::Child;
@@ -47,8 +46,19 @@ impl Container {
         caller: &Caller,
         step: Step,
         arguments: &[&str],
+    ) -> Answer {
+        self.run_in(services, caller, step, arguments, Place::default())
+    }
+
+    /// Starts a command of the runtime with these descriptors.
+    pub(super) fn run_in(
+        &mut self,
+        services: &mut Services,
+        caller: &Caller,
+        step: Step,
+        arguments: &[&str],
         place: Place<'_>,
-    ) -> Result<(), Error> {
+    ) -> Answer {
         if step.is_limited() {
             check_deadline(caller.reply)?;
         }
@@ -57,8 +67,7 @@ impl Container {
         let here = bundle.as_ref().map(|bundle| bundle.as_fd());
         let place = Place { directory: place.directory.or(here), ..place };
         let command = self.runtime.start(arguments, &place)?;
-        self.begin(services, caller, step, command);
-        Ok(())
+        self.begin(services, caller, step, command)
     }
 
     /// Starts a helper, whose end is that of `step`.
@@ -69,18 +78,23 @@ impl Container {
         step: Step,
         action: Action,
         input_file: Option<BorrowedFd<'_>>,
-    ) -> Result<(), Error> {
+    ) -> Answer {
         let (namespace, id) = (services.namespace(), &self.key.id);
         let work = Work { action, namespace, id, bundle: &self.bundle, input_file };
         let command = helper::start(&work)?;
-        self.begin(services, caller, step, command);
-        Ok(())
+        self.begin(services, caller, step, command)
     }
 
-    fn begin(&mut self, services: &mut Services, caller: &Caller, step: Step, command: Command) {
+    fn begin(
+        &mut self,
+        services: &mut Services,
+        caller: &Caller,
+        step: Step,
+        command: Command,
+    ) -> Answer {
         services.watch_output(&command);
         services.children().add(command.pid, Child::Command(caller.key.clone()));
-        self.wait_for(Wait::Command(command), caller, step);
+        self.wait_for(Wait::Command(command), caller, step)
     }
 
     /// Waits until a logging program that was just started is ready.
@@ -90,19 +104,19 @@ impl Container {
         caller: &Caller,
         step: Step,
         logger: Logger,
-    ) -> Result<(), Error> {
+    ) -> Answer {
         let source = Source::Logger(response::unsigned(logger.pid));
         services.children().add(logger.pid, Child::Logger(caller.key.clone(), None));
         services.watch(&logger.ready, source)?;
-        self.wait_for(Wait::Logger(logger), caller, step);
-        Ok(())
+        self.wait_for(Wait::Logger(logger), caller, step)
     }
 
-    fn wait_for(&mut self, wait: Wait, caller: &Caller, step: Step) {
+    fn wait_for(&mut self, wait: Wait, caller: &Caller, step: Step) -> Answer {
         let limit = step.own_limit().map(|time| Instant::now() + time);
         let (is_cancelled, was_killed) = (false, false);
         let caller = caller.clone();
         self.pending.push(Pending { wait, step, caller, limit, is_cancelled, was_killed });
+        Ok(None)
     }
 
     fn take_pending(&mut self, pid: i32) -> Option<Pending> {
@@ -133,7 +147,7 @@ impl Container {
     /// Handles the exit of a command or helper: continues with the next step.
     pub fn command_ended(&mut self, services: &mut Services, pid: i32, exit: Exit) {
         let Some(pending) = self.take_pending(pid) else { return };
-        let Pending { wait, mut step, caller, limit, is_cancelled, was_killed } = pending;
+        let Pending { wait, step, caller, limit, is_cancelled, was_killed } = pending;
         let Wait::Command(mut command) = wait else { return };
         // A process that is being started may have a copy of the pipe.
         for pipe in command.open_pipes() {
@@ -149,7 +163,7 @@ impl Container {
         };
         if let Step::Launch(_) = &step
             && caller.key == self.key
-            && self.state == State::Creating
+            && self.state == State::New
         {
             // A command may also succeed at the moment at which it is killed.
             done =
@@ -167,21 +181,12 @@ impl Container {
             }
             _ => {}
         }
-        if let Step::Delete(Deletion::Runtime(attempt)) = &mut step
-            && was_killed
-        {
-            // It would hang again. The next Delete is the next attempt.
-            (self.must_force, *attempt) = (true, Attempt::Last);
-        }
         let may_be_frozen = was_interrupted && step.may_freeze();
         let answer = self.next(services, &caller, step, done, was_interrupted);
         if may_be_frozen {
             self.thaw_running();
         }
-        if let Some(reply) = caller.reply {
-            services.respond(reply, answer);
-        }
-        self.release(services, &caller.key);
+        self.end_call(services, &caller, answer);
     }
 
     /// Continues after a step has ended.
@@ -196,18 +201,25 @@ impl Container {
         match step {
             Step::Launch(step) => self.launch_next(services, caller, step, done),
             Step::Start => self.start_ended(services, done),
-            Step::Delete(step) => self.delete_next(services, caller, step, done),
-            Step::Discard(left, reason) => self.discard_next(services, caller, left, reason, done),
+            Step::Remove(part, first) => self.remove_next(services, caller, part, first, done),
             Step::Kill(signal) => self.kill_ended(signal, done),
             Step::KillRemaining => {
                 self.remaining_killed(services, done);
                 Ok(None)
             }
-            Step::Pause => self.pause_ended(services, done, false),
-            Step::Resume => self.pause_ended(services, done, was_interrupted),
+            Step::Pause => self.pause_ended(services, done),
+            Step::Resume => self.resume_ended(services, done, was_interrupted),
             Step::Update => done.and_then(|()| response::empty()),
             Step::Checkpoint { path, work } => self.checkpoint_ended(services, &path, work, done),
         }
+    }
+
+    /// Answers the caller of a step that has ended, and has the calls executed that waited for it.
+    pub(super) fn end_call(&mut self, services: &mut Services, caller: &Caller, answer: Answer) {
+        if let Some(reply) = caller.reply {
+            services.respond(reply, answer);
+        }
+        self.release(services, &caller.key);
     }
 
     /// Whether a step waits for this command or logging program.
@@ -239,10 +251,7 @@ impl Container {
             process.set_logger(is_logger.then_some(pid));
         }
         let answer = self.launch_next(services, &caller, step, ready);
-        if let Some(reply) = caller.reply {
-            services.respond(reply, answer);
-        }
-        self.release(services, &caller.key);
+        self.end_call(services, &caller, answer);
     }
 
     /// Kills the commands whose time is over, and fails the starts whose logging programs are not
@@ -289,11 +298,6 @@ impl Container {
                 pending.limit = Some(limit);
             }
         }
-    }
-
-    /// Whether the runtime kills remaining processes.
-    pub(super) fn kills_remaining(&self) -> bool {
-        self.pending.iter().any(|pending| matches!(pending.step, Step::KillRemaining))
     }
 
     /// Fails the calls whose steps end with the container.

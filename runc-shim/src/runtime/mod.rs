@@ -36,7 +36,7 @@ const OWN: [&str; 6] = [
 ];
 
 /// The runtime of a container, and its global options.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Runtime {
     /// Name or path of the program; empty: runc.
     pub binary: String,

@@ -10,9 +10,10 @@ use containerd_shim_protos::api;
 use containerd_shim_protos::shim::oci::{CheckpointOptions, Options};
 use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
-use serde_json::{Map, Value};
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Code, Context as _, Error};
+use crate::runtime::Runtime;
 
 /// The default directory of runc's state.
 const ROOT: &str = "/run/containerd/runc";
@@ -44,17 +45,56 @@ fn is(any: &Any, name: &str) -> bool {
     any.type_url.rsplit('/').next() == Some(name) || any.type_url.ends_with(name)
 }
 
-/// The directory in which the runtime keeps the state of a namespace's containers, for the value of
-/// the option `root`.
-pub fn root_of(root: &str, namespace: &str) -> String {
-    let root = if root.is_empty() { ROOT } else { root };
-    format!("{}/{namespace}", root.trim_end_matches('/'))
+/// The options that a deletion needs, as `options.json` in a bundle has them.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BundleOptions {
+    binary_name: String,
+    root: String,
+    systemd_cgroup: bool,
 }
 
-/// Writes the options into a bundle, as containerd's shim does.
-pub fn write(bundle: &Path, options: &Options) -> Result<(), Error> {
-    write_file(&bundle.join("options.json"), json(options).to_string().as_bytes())?;
-    write_file(&bundle.join("runtime"), options.binary_name.as_bytes())
+impl BundleOptions {
+    /// The part of the options of a Create.
+    pub fn new(options: &Options) -> Self {
+        Self {
+            binary_name: options.binary_name.clone(),
+            root: options.root.clone(),
+            systemd_cgroup: options.systemd_cgroup,
+        }
+    }
+
+    /// Reads them from a bundle; the default ones if they are not there.
+    pub fn read(bundle: &Path) -> Self {
+        let text = fs::read(bundle.join("options.json")).unwrap_or_default();
+        let mut options: Self = serde_json::from_slice(&text).unwrap_or_default();
+        let named = fs::read_to_string(bundle.join("runtime")).unwrap_or_default();
+        if !named.is_empty() {
+            options.binary_name = named;
+        }
+        options
+    }
+
+    /// Writes them into a bundle, where also containerd's shim finds them.
+    pub fn write(&self, bundle: &Path) -> Result<(), Error> {
+        write_file(&bundle.join("options.json"), self.json()?.as_bytes())?;
+        write_file(&bundle.join("runtime"), self.binary_name.as_bytes())
+    }
+
+    /// The content of `options.json`.
+    pub fn json(&self) -> Result<String, Error> {
+        serde_json::to_string(self).map_err(|e| Error::unknown(format!("runtime options: {e}")))
+    }
+
+    /// The runtime of containers in a namespace.
+    pub fn runtime(self, namespace: &str) -> Runtime {
+        let root = if self.root.is_empty() { ROOT } else { self.root.trim_end_matches('/') };
+        Runtime {
+            root: format!("{root}/{namespace}"),
+            binary: self.binary_name,
+            systemd_cgroup: self.systemd_cgroup,
+        }
+    }
 }
 
 fn write_file(path: &Path, content: &[u8]) -> Result<(), Error> {
@@ -62,41 +102,6 @@ fn write_file(path: &Path, content: &[u8]) -> Result<(), Error> {
     let file = open.write(true).create(true).truncate(true).mode(0o600).open(path);
     file.and_then(|mut file| file.write_all(content))
         .context(format_args!("write {}", path.display()))
-}
-
-/// The options that are set, as JSON.
-pub fn json(options: &Options) -> Value {
-    let mut fields = Map::new();
-    let mut put = |name: &str, value: Value, set: bool| {
-        if set {
-            fields.insert(name.to_owned(), value);
-        }
-    };
-    for (name, flag) in [
-        ("no_pivot_root", options.no_pivot_root),
-        ("no_new_keyring", options.no_new_keyring),
-        ("systemd_cgroup", options.systemd_cgroup),
-    ] {
-        put(name, flag.into(), flag);
-    }
-    for (name, number) in [
-        ("io_uid", options.io_uid),
-        ("io_gid", options.io_gid),
-        ("task_api_version", options.task_api_version),
-    ] {
-        put(name, number.into(), number != 0);
-    }
-    for (name, text) in [
-        ("shim_cgroup", &options.shim_cgroup),
-        ("binary_name", &options.binary_name),
-        ("root", &options.root),
-        ("criu_image_path", &options.criu_image_path),
-        ("criu_work_path", &options.criu_work_path),
-        ("task_api_address", &options.task_api_address),
-    ] {
-        put(name, text.as_str().into(), !text.is_empty());
-    }
-    Value::Object(fields)
 }
 
 /// The arguments that restore a container from a checkpoint; empty: the container is created.
@@ -156,18 +161,23 @@ mod tests {
     }
 
     #[test]
-    fn options_are_written_into_the_bundle() {
+    fn options_are_written_into_the_bundle_and_read_there() {
         let dir = tempfile::tempdir().unwrap();
         let mut options = Options::new();
         options.binary_name = "/usr/bin/crun".to_owned();
+        options.root = "/run/r/".to_owned();
         options.systemd_cgroup = true;
         options.io_uid = 7;
-        write(dir.path(), &options).unwrap();
-        let read = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap();
-        assert_eq!(read("runtime"), "/usr/bin/crun");
-        let expected = r#"{"binary_name":"/usr/bin/crun","io_uid":7,"systemd_cgroup":true}"#;
-        assert_eq!(read("options.json"), expected);
-        write(dir.path(), &Options::new()).unwrap();
-        assert_eq!((read("runtime"), read("options.json")), (String::new(), "{}".to_owned()));
+        for options in [options, Options::new()] {
+            BundleOptions::new(&options).write(dir.path()).unwrap();
+            assert_eq!(BundleOptions::read(dir.path()), BundleOptions::new(&options));
+            let runtime = fs::read_to_string(dir.path().join("runtime")).unwrap();
+            assert_eq!(runtime, options.binary_name);
+        }
+        let none = BundleOptions::read(&dir.path().join("none")).runtime("n");
+        assert_eq!((none.root.as_str(), none.binary.as_str()), ("/run/containerd/runc/n", ""));
+        // The daemon, or a containerd that runs its own shim, may have written the name alone.
+        fs::write(dir.path().join("runtime"), "crun").unwrap();
+        assert_eq!(BundleOptions::read(dir.path()).runtime("n").binary, "crun");
     }
 }

@@ -17,7 +17,6 @@ use std::time::Instant;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::types::task::{ProcessInfo, Status};
-use protobuf::{EnumOrUnknown, MessageField};
 use rustix::event::epoll::EventFlags;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
@@ -136,16 +135,8 @@ impl Sandbox {
 
     /// Answers State.
     fn state(&self) -> Answer {
-        let mut response = api::StateResponse::new();
-        response.id.clone_from(&self.pause.id);
-        response.bundle.clone_from(&self.bundle);
-        response.pid = self.pid();
-        response.status = EnumOrUnknown::new(self.status());
-        if let Some(exit) = self.exit {
-            response.exit_status = exit.status;
-            response.exited_at = MessageField::some(exit.at());
-        }
-        response::now(&response)
+        let (bundle, status) = (self.bundle.clone(), self.status());
+        response::now(&response::state(&self.pause.id, bundle, self.pid(), status, self.exit))
     }
 
     /// Answers Pids.
@@ -179,9 +170,7 @@ impl Sandbox {
             // The process still runs after its cgroup was read, so that the pid was not reused.
             Cgroup::of_process(self.pause.pid).filter(|_| !has_ended(process))
         });
-        let mut response = api::StatsResponse::new();
-        response.stats = MessageField::some(cgroup.ok_or_else(missing)?.stats()?);
-        response::now(&response)
+        response::metrics(cgroup.ok_or_else(missing)?.stats()?)
     }
 }
 

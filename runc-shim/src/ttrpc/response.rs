@@ -1,7 +1,8 @@
 //! Responses of calls.
 
-use containerd_shim_protos::api;
-use protobuf::{Message, MessageField};
+use containerd_shim_protos::api::{self, StateResponse, Status};
+use protobuf::well_known_types::any::Any;
+use protobuf::{EnumOrUnknown, Message, MessageField};
 
 use crate::error::Error;
 use crate::exits::Exit;
@@ -50,6 +51,31 @@ pub fn waited(exit: Exit) -> api::WaitResponse {
     response.exit_status = exit.status;
     response.exited_at = MessageField::some(exit.at());
     response
+}
+
+/// The response to State, without streams.
+pub fn state(
+    id: &str,
+    bundle: String,
+    pid: u32,
+    status: Status,
+    exit: Option<Exit>,
+) -> StateResponse {
+    let mut response = StateResponse::new();
+    (response.id, response.bundle, response.pid) = (id.to_owned(), bundle, pid);
+    response.status = EnumOrUnknown::new(status);
+    if let Some(exit) = exit {
+        response.exit_status = exit.status;
+        response.exited_at = MessageField::some(exit.at());
+    }
+    response
+}
+
+/// The answer to Stats.
+pub fn metrics(stats: Any) -> Answer {
+    let mut response = api::StatsResponse::new();
+    response.stats = MessageField::some(stats);
+    now(&response)
 }
 
 /// A pid in a message.
