@@ -51,7 +51,7 @@ pub fn options_json(kind: &str, value: &[u8]) -> Result<String, String> {
     let mut any = Any::new();
     (any.type_url, any.value) = (kind.to_owned(), value.to_owned());
     // The options of a Checkpoint are decoded, too.
-    let _ = options::parse_checkpoint(Some(&any));
+    let _ = options::parse_checkpoint(Some(&any)).map(|it| options::checkpoint_parent(&it));
     let parsed = options::parse(Some(&any));
     parsed.and_then(|options| BundleOptions::new(&options).json()).map_err(message)
 }

@@ -18,11 +18,11 @@ use crate::pod::{Container, Pod, context, exists};
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
     let with_criu = Trial::test("a_container_is_restored_from_a_checkpoint", || {
-        restores(|_| Container::default());
+        restores(|_| Container::default(), "");
         Ok(())
     });
     let stand_in = Trial::test("a_container_is_restored_by_a_stand_in_of_criu", || {
-        restores(stand_in_of_criu);
+        restores(stand_in_of_criu, PARENT);
         Ok(())
     });
     let trials = vec![with_criu.with_kind("CRIU").with_ignored_flag(!criu_works()), stand_in];
@@ -34,6 +34,9 @@ fn criu_works() -> bool {
     Command::new("criu").arg("check").output().is_ok_and(|output| output.status.success())
 }
 
+/// The parent image of a checkpoint, relative to it, which the stand-in expects.
+const PARENT: &str = "../before";
+
 /// A runtime that kills instead of writing a checkpoint, and begins anew instead of restoring.
 fn stand_in_of_criu(pod: &Pod) -> Container {
     let path = pod.path("stand-in");
@@ -43,8 +46,9 @@ fn stand_in_of_criu(pod: &Pod) -> Container {
          runtime() {{ {runtime} --root $root --log $log --log-format json \"$@\"; }}\n\
          case $1 in\n\
          checkpoint)\n\
-         while test $# -gt 1; do test $1 = --image-path && image=$2; shift; done\n\
-         mkdir $image && runtime kill $1 9;;\n\
+         while test $# -gt 1; do case $1 in --image-path) image=$2;; \
+         --parent-path) parent=$2;; esac; shift; done\n\
+         test \"$parent\" = {PARENT} && mkdir $image && runtime kill $1 9;;\n\
          restore)\n\
          while test $# -gt 1; do case $1 in --pid-file) file=$2;; --bundle) bundle=$2;; \
          --image-path) test -d $2 || exit 1;; esac; shift; done\n\
@@ -67,12 +71,16 @@ fn log_of_criu(error: &str) -> String {
 }
 
 /// Writes a checkpoint of a container, which ends by that, and restores another one from it.
-fn restores(container: impl Fn(&Pod) -> Container) {
+fn restores(container: impl Fn(&Pod) -> Container, parent: &str) {
     let mut pod = Pod::new();
     let with = container(&pod);
     pod.run("a", "exec sleep 1000", &with);
     let mut options = CheckpointOptions::new();
     options.exit = true;
+    if !parent.is_empty() {
+        // Field 10, of containerd 2.4.
+        options.mut_unknown_fields().add_length_delimited(10, parent.as_bytes().to_vec());
+    }
     let mut request = CheckpointTaskRequest::new();
     (request.id, request.path) = (pod.id("a"), pod.path("image"));
     request.options.mut_or_insert_default().value = options.write_to_bytes().unwrap();

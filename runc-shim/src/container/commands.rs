@@ -86,6 +86,7 @@ impl Container {
         request: &api::CheckpointTaskRequest,
     ) -> Answer {
         let options = options::parse_checkpoint(request.options.as_ref())?;
+        let parent = options::checkpoint_parent(&options)?;
         let own = self.bundle.join("work").join("criu-work");
         let removed = options.work_path.is_empty().then(|| own.clone());
         let work =
@@ -99,6 +100,9 @@ impl Container {
             ("--leave-running", !options.exit),
         ] {
             arguments.extend(set.then_some(flag));
+        }
+        if !parent.is_empty() {
+            arguments.extend(["--parent-path", &parent]);
         }
         if !options.cgroups_mode.is_empty() {
             arguments.extend(["--manage-cgroups-mode", &options.cgroups_mode]);

@@ -8,8 +8,8 @@ use std::path::Path;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::shim::oci::{CheckpointOptions, Options};
-use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
+use protobuf::{Message as _, UnknownValueRef};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Code, Context as _, Error};
@@ -43,6 +43,17 @@ pub fn parse_checkpoint(options: Option<&Any>) -> Result<CheckpointOptions, Erro
 
 fn is(any: &Any, name: &str) -> bool {
     any.type_url.rsplit('/').next() == Some(name) || any.type_url.ends_with(name)
+}
+
+/// The parent image of a Checkpoint; empty: none. containerd has it from 2.4 on, as field 10 that
+/// the message of the crate does not have.
+pub fn checkpoint_parent(options: &CheckpointOptions) -> Result<String, Error> {
+    let value = match options.special_fields.unknown_fields().get(10) {
+        Some(UnknownValueRef::LengthDelimited(value)) => value,
+        _ => &[],
+    };
+    let malformed = |_| Error::new(Code::INVALID_ARGUMENT, "the parent path is not UTF-8");
+    String::from_utf8(value.to_vec()).map_err(malformed)
 }
 
 /// The options that a deletion needs, as `options.json` in a bundle has them.
