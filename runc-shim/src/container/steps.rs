@@ -19,12 +19,14 @@ use crate::container::state::State;
 use crate::error::{Code, Error};
 use crate::exits::Exit;
 use crate::io::logger::Logger;
+use crate::log;
 use crate::reactor::Source;
 use crate::root::descendants;
 use crate::root::helper::{self, Action, Work};
 use crate::root::mark;
 use crate::runtime::Place;
 use crate::runtime::command::Command;
+use crate::runtime::output_pipe;
 use crate::services::Services;
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
@@ -174,6 +176,11 @@ impl Container {
         match &step {
             Step::Launch(Launch::Creating(..)) if caller.key == self.key => {
                 self.may_have_left_cgroup |= was_interrupted;
+                let output = output_pipe::last_text(&command.output());
+                if done.is_ok() && !output.is_empty() {
+                    let id = &self.key.id;
+                    log::warn(format_args!("container {id}: the runtime wrote: {output}"));
+                }
             }
             Step::Launch(Launch::Mounting { by_program: true }) if done.is_err() => {
                 // Processes that the program has left may still be about to mount.

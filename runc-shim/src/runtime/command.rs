@@ -22,14 +22,14 @@ pub struct Command {
     pub pid: i32,
     /// The log; `None` for a helper.
     pub log: Option<OutputPipe>,
-    /// The standard output and error, if they are kept.
-    pub output: Option<OutputPipe>,
+    /// The standard output and error, as far as they are kept.
+    pub output: Vec<OutputPipe>,
 }
 
 impl Command {
     /// A command without a log, such as a helper, and its output.
     pub fn without_log(pid: i32, output: OutputPipe) -> Self {
-        Self { pid, log: None, output: Some(output) }
+        Self { pid, log: None, output: vec![output] }
     }
 
     /// The pipes to which the command writes.
@@ -44,7 +44,7 @@ impl Command {
 
     /// The end of what the command has written to its standard streams, if it was kept.
     pub fn output(&mut self) -> Vec<u8> {
-        self.output.as_mut().map(|output| output.content().to_owned()).unwrap_or_default()
+        self.output.iter_mut().flat_map(|output| output.content().to_owned()).collect()
     }
 
     /// Waits until the command has exited, and reaps it. Reads what it writes meanwhile. `None`:

@@ -52,6 +52,9 @@ pub struct Place<'a> {
     /// Descriptors 0 to 2, which a process that the command creates inherits. `None`: the output of
     /// the command is kept for an error message.
     pub stdio: Option<[Option<BorrowedFd<'a>>; 3]>,
+    /// Descriptors 1 and 2 are pipes to which only the command writes until it has ended: they are
+    /// read meanwhile, because a full one would block it, and kept for an error message.
+    pub keeps_output: bool,
     /// The working directory.
     pub directory: Option<BorrowedFd<'a>>,
     /// The input file, which the command opens by [`input_path`].
@@ -106,15 +109,25 @@ impl Runtime {
         // A process without standard input must not write to it.
         let no_input = File::open(NULL).context(NULL)?;
         let (log, log_writer) = OutputPipe::new()?;
-        let output = place.stdio.is_none().then(OutputPipe::new).transpose()?;
-        let [input, out, err] = match (&place.stdio, &output) {
-            (Some([input, out, err]), _) => [
-                input.unwrap_or(no_input.as_fd()),
-                out.unwrap_or(null.as_fd()),
-                err.unwrap_or(null.as_fd()),
-            ],
-            (None, Some((_, writer))) => [no_input.as_fd(), writer.as_fd(), writer.as_fd()],
-            (None, None) => [null.as_fd(); 3],
+        let mut output = Vec::new();
+        let writer;
+        let [input, out, err] = match &place.stdio {
+            Some([input, out, err]) => {
+                for pipe in [out, err].into_iter().flatten().filter(|_| place.keeps_output) {
+                    output.push(OutputPipe::of_writer(*pipe)?);
+                }
+                [
+                    input.unwrap_or(no_input.as_fd()),
+                    out.unwrap_or(null.as_fd()),
+                    err.unwrap_or(null.as_fd()),
+                ]
+            }
+            None => {
+                let (pipe, end) = OutputPipe::new()?;
+                output.push(pipe);
+                writer = end;
+                [no_input.as_fd(), writer.as_fd(), writer.as_fd()]
+            }
         };
         let mut descriptors = vec![(input, 0), (out, 1), (err, 2), (log_writer.as_fd(), LOG_FD)];
         descriptors.extend(place.input_file.map(|input_file| (input_file, INPUT_FD)));
@@ -127,7 +140,7 @@ impl Runtime {
             dies_with_parent: true,
         });
         let pid = spawned.context(format_args!("exec {name}"))?;
-        Ok(Command { pid, log: Some(log), output: output.map(|(output, _)| output) })
+        Ok(Command { pid, log: Some(log), output })
     }
 }
 

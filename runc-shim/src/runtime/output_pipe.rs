@@ -4,7 +4,8 @@
 
 use std::fs::File;
 use std::io::{self, Read as _};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt as _;
 
 use rustix::fs::OFlags;
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -59,6 +60,17 @@ impl OutputPipe {
         };
         let (reader, writer) = make().context("make pipe for the output of a command")?;
         Ok((Self { has_ended: false, reader, kept: Vec::new() }, writer))
+    }
+
+    /// The pipe whose write end this is, which another reader may read later.
+    ///
+    /// # Errors
+    /// No descriptor is available.
+    pub fn of_writer(writer: BorrowedFd<'_>) -> Result<Self, Error> {
+        let path = format!("/proc/self/fd/{}", writer.as_raw_fd());
+        let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+        let reader = opened.context("open pipe for the output of a command")?;
+        Ok(Self { has_ended: false, reader, kept: Vec::new() })
     }
 
     /// Whether no process has the write end open. A pipe that has ended is ready forever, and is
