@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-/// What the program prints to standard output.
+/// The standard output of the program.
 fn printed(flag: &str) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"));
     let output = command.arg(flag).output().unwrap();

@@ -165,7 +165,7 @@ fn a_delete_cancels_the_creation_of_its_container() {
     let mut pod = Pod::new();
     let (with, began, go) = late_runtime(&pod, "create");
     cancels(&pod, &with, &began);
-    // One whose logging program is not ready yet.
+    // The logging program of the next container is not ready yet.
     for path in [&began, &go] {
         std::fs::remove_file(path).unwrap();
     }

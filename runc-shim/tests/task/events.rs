@@ -24,7 +24,7 @@ fn events_outlive_containerd() {
         let expected = [format!("exec-added {exec}"), format!("exec-started {exec}"), exit];
         assert_eq!(pod.events_of(&[&exec], 3), expected);
     }
-    // One that was killed before it answered has taken the event or not: it comes again.
+    // A containerd that was killed before it answered may have taken the event: it is sent again.
     pod.stop_containerd();
     pod.start_containerd(true);
     pod.exec("a", "twice", "true", &Container::default()).unwrap();

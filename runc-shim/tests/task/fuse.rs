@@ -86,7 +86,7 @@ fn next(mut fuse: &File) -> Option<Vec<u8>> {
         return None;
     }
     let mut request = vec![0; 1 << 17];
-    // One whose process was killed is gone.
+    // A request whose process was killed cannot be read any more.
     let count = fuse.read(&mut request).ok()?;
     request.truncate(count);
     (count >= HEAD).then_some(request)

@@ -51,7 +51,7 @@ fn servers(pod: &Pod, id: &str) -> Vec<u32> {
     pids.filter(serves).collect()
 }
 
-/// What a process has open.
+/// The paths of the open files of a process.
 fn open_files(pid: u32) -> Vec<String> {
     let links = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let files = links.filter_map(|link| std::fs::read_link(link.path()).ok());

@@ -1,4 +1,4 @@
-//! What other processes may see of the shim.
+//! The access of other processes to the shim.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
@@ -35,7 +35,7 @@ fn no_process_of_the_same_user_can_read_the_shim() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o711)).unwrap();
     let (program, socket) = (dir.path().join("shim"), dir.path().join("s"));
-    // One that the user cannot read could not be dumped for this reason alone.
+    // A program that the user cannot read could not be dumped for this reason alone.
     kit::write_program(&program, &std::fs::read(pod::program()).unwrap()).unwrap();
     let listener = UnixListener::bind(&socket).unwrap();
     let mut shim = as_user("/bin/sh")

@@ -57,7 +57,7 @@ fn root_file_systems_are_mounted_and_unmounted() {
     let with = Container { rootfs: vec![refused.clone()], ..Default::default() };
     let error = pod.try_create("c", "true", &with).unwrap_err();
     assert_eq!(code(&error), Code::INVALID_ARGUMENT);
-    // What was mounted before the one that fails is undone.
+    // The mounts before the one that fails are undone.
     refused.options = vec!["lowerdir=/no/such".to_owned()];
     let with = Container { rootfs: vec![overlay(&dirs, &["ro"]), refused], ..Default::default() };
     pod.try_create("c", "true", &with).unwrap_err();

@@ -160,7 +160,7 @@ fn a_deletion_waits_until_the_logging_program_has_read_all() {
     pod.delete("b", "").unwrap();
     assert_eq!(whole(), "out\nend\n");
     pod.end("a");
-    // One that does not exit is waited for with a bound.
+    // The wait for a logging program that does not exit has a bound.
     pod::script(&script, "exec 5>&-; while :; do sleep 1; done");
     pod.run("c", "echo out", &with);
     assert_eq!(pod.wait("c", "").unwrap(), 0);
@@ -287,7 +287,7 @@ fn a_slow_reader_has_all_output_of_a_deleted_container() {
     let out = pod.fifo("out");
     let mut fifo = pod::open(&out);
     let with = Container { stdout: out.clone(), ..Default::default() };
-    // What FIFO and pipe hold.
+    // FIFO and pipe hold this output.
     pod.run("a", "seq 100001 116000; exit 4", &with);
     assert_eq!(pod.wait("a", "").unwrap(), 4);
     // This waits for the reader, and then no more.

@@ -1,4 +1,4 @@
-//! What a container runs, and its OCI config.
+//! The process of a container, and its OCI config.
 
 use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::types::mount::Mount;
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::Pod;
 
-/// What to run.
+/// The settings of a container.
 #[derive(Clone, Default)]
 pub struct Container {
     pub stdin: String,

@@ -16,14 +16,14 @@ use containerd_shim_protos::ttrpc::proto::{Code, Request, Response, Status};
 /// Events that were taken: topic and message.
 pub type Taken = Arc<Mutex<Vec<(String, Any)>>>;
 
-/// What is done with an event.
+/// The way in which events are handled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Answers {
-    /// It is taken.
+    /// Each event is taken.
     Takes,
-    /// It is taken, and the connection is closed before the answer.
+    /// Each event is taken, and the connection is closed before the answer.
     Dies,
-    /// It is taken, and not answered: containerd is stopped.
+    /// Each event is taken, and not answered, as by a containerd that is stopped.
     Hangs,
     /// So many are refused for a reason that passes.
     Refuses(u32),
@@ -42,7 +42,7 @@ pub struct Containerd {
 impl Containerd {
     /// Listens at `path`.
     pub fn start(path: &Path, taken: Taken, answers: Answers) -> Self {
-        // One that was there before leaves its socket behind.
+        // An earlier stand-in leaves its socket behind.
         let _ = std::fs::remove_file(path);
         let listener = UnixListener::bind(path).unwrap();
         let ends = Arc::new(AtomicBool::new(false));
@@ -67,7 +67,7 @@ impl Containerd {
 impl Drop for Containerd {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::SeqCst);
-        // Wakes the one that accepts.
+        // Wakes the thread that accepts.
         let _ = UnixStream::connect(&self.path);
         self.thread.take().unwrap().join().unwrap();
         for connection in self.connections.lock().unwrap().iter() {

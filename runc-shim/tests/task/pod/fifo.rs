@@ -29,7 +29,7 @@ pub fn reader(path: &str) -> std::thread::JoinHandle<Vec<u8>> {
     })
 }
 
-/// What is in a FIFO now.
+/// The present content of a FIFO.
 pub fn reader_that_may_find_nothing(path: &str) -> Vec<u8> {
     let mut all = Vec::new();
     // Without a writer it ends, with one it would wait.

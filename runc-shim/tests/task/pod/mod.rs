@@ -106,23 +106,23 @@ impl Pod {
         Self::with_log(Stdio::inherit())
     }
 
-    /// One whose log goes there.
+    /// A pod whose shim writes its log to `log`.
     pub fn with_log(log: Stdio) -> Self {
         Self::launch(":", log)
     }
 
-    /// One whose shim is started with this soft limit of open files.
+    /// A pod whose shim is started with this soft limit of open files.
     pub fn with_open_files(soft: u32) -> Self {
         Self::launch(&format!("ulimit -Sn {soft}"), Stdio::inherit())
     }
 
-    /// One whose shim finds programs in this directory first.
+    /// A pod whose shim finds programs in this directory first.
     pub fn with_programs(directory: &Path) -> Self {
         let path = format!("export PATH='{}':\"$PATH\"", directory.display());
         Self::launch(&path, Stdio::inherit())
     }
 
-    /// One whose shim is executed after these commands.
+    /// A pod whose shim is executed after these commands.
     fn launch(before: &str, log: Stdio) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
@@ -181,7 +181,7 @@ impl Pod {
         connect(&self.dir.path().join("s"))
     }
 
-    /// The same without a client.
+    /// A connection to the shim without a client.
     pub fn socket(&self) -> UnixStream {
         UnixStream::connect(self.dir.path().join("s")).unwrap()
     }
@@ -218,7 +218,7 @@ impl Pod {
         self.try_create_within(id, script, with, WITHIN)
     }
 
-    /// The same with a time limit.
+    /// Creates a container within a time limit.
     pub fn try_create_within(
         &self,
         id: &str,
@@ -390,7 +390,7 @@ impl Pod {
         format!("{}/{}", self.path("runc/test"), self.id(id))
     }
 
-    /// What containerd runs to delete a container whose shim is gone.
+    /// The command that containerd runs to delete a container whose shim has exited.
     pub fn deletion(&self, id: &str) -> Command {
         self.deletion_in(id, self.bundle(id).as_ref())
     }
@@ -411,7 +411,7 @@ impl Pod {
         command.stdin(Stdio::from(given)).stdout(Stdio::null()).spawn().unwrap()
     }
 
-    /// Runs it.
+    /// Deletes a container whose shim has exited, as containerd does.
     pub fn delete_after_shim(&self, id: &str) -> DeleteResponse {
         self.delete_by(self.deletion(id), id)
     }
@@ -446,7 +446,7 @@ impl Pod {
 
 impl Drop for Pod {
     fn drop(&mut self) {
-        // Before its directory.
+        // The stand-in ends before its directory is removed.
         self.stop_containerd();
         // A test that failed leaves containers: they die with their shim's commands.
         if self.shim.try_wait().unwrap().is_none() {

@@ -1,4 +1,4 @@
-//! What a shim takes.
+//! The memory and the processor time of a shim.
 
 use std::fs;
 use std::time::Duration;
