@@ -16,7 +16,7 @@ use crate::sandbox::Sandbox;
 use crate::services::Services;
 use crate::signals::Signals;
 use crate::ttrpc::pause_process::PauseProcess;
-use crate::ttrpc::request::{self, Request, task_of};
+use crate::ttrpc::request::{self, Method, Request};
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::{Call, Reply};
 
@@ -270,27 +270,29 @@ impl Shim {
     }
 
     fn act(&mut self, reply: Reply, request: Request) -> Answer {
-        match request {
-            Request::SetPause(pause) => return self.set_pause(pause),
-            Request::Shutdown => return self.shutdown(),
-            Request::Connect(r) => return self.connect(&r.id),
-            _ => {}
-        }
-        let (id, exec) = task_of(&request);
-        if exec.is_empty() && id == self.id && (self.sandbox.is_some() || request.is_create()) {
+        let key = &request.key;
+        let is_create = matches!(request.method, Method::Create(_));
+        let is_of_sandbox = key.exec.is_empty() && key.id == self.id;
+        match request.method {
+            Method::SetPause(pause) => self.set_pause(pause),
+            Method::Shutdown => self.shutdown(),
+            Method::Connect => self.connect(&key.id),
             // The sandbox is not a container that the runtime could create.
-            let unset = || Error::state("pause process not set");
-            let sandbox = self.sandbox.as_mut().ok_or_else(unset)?;
-            return sandbox.call(&mut self.services, reply, request);
+            method if is_of_sandbox && (self.sandbox.is_some() || is_create) => {
+                let unset = || Error::state("pause process not set");
+                let sandbox = self.sandbox.as_mut().ok_or_else(unset)?;
+                sandbox.call(&mut self.services, reply, method)
+            }
+            Method::Create(request) => self.create(reply, *request),
+            method => {
+                let id = key.id.clone();
+                let container = self.containers.get_mut(&id).ok_or_else(container::missing)?;
+                let request = Request { key: request.key, method };
+                let answer = container.call(&mut self.services, reply, request);
+                self.tidy(&id);
+                answer
+            }
         }
-        if let Request::Create(request) = request {
-            return self.create(reply, *request);
-        }
-        let id = id.to_owned();
-        let container = self.containers.get_mut(&id).ok_or_else(container::missing)?;
-        let answer = container.call(&mut self.services, reply, request);
-        self.tidy(&id);
-        answer
     }
 
     fn create(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {

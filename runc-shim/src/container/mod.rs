@@ -33,7 +33,7 @@ use crate::process::ProcessStreams;
 use crate::process_key::ProcessKey;
 use crate::runtime::Runtime;
 use crate::services::Services;
-use crate::ttrpc::request::{Request, take_late, task_of};
+use crate::ttrpc::request::{Method, Request, take_late};
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
@@ -123,36 +123,45 @@ impl Container {
     /// # Errors
     /// The refusal.
     pub fn call(&mut self, services: &mut Services, reply: Reply, request: Request) -> Answer {
-        let is_delete = matches!(request, Request::Delete(_));
-        if !is_delete && !self.is_created() {
+        if !matches!(request.method, Method::Delete) && !self.is_created() {
             return Err(missing());
         }
         let Some(request) = self.enqueue(services, reply, request)? else { return Ok(None) };
-        let key = key_of(&request);
-        if key.exec.is_empty() {
-            self.state.check(&request)?;
-        }
-        let answer = match request {
-            Request::Start(_) if key.exec.is_empty() => self.start(services, reply),
-            Request::Start(_) => self.start_exec(services, reply, &key),
-            Request::Delete(_) if key.exec.is_empty() => self.delete(services, reply),
-            Request::Delete(_) => self.delete_exec(services, reply, &key),
-            Request::Pause(_) => self.command(services, reply, Step::Pause, "pause"),
-            Request::Resume(_) => self.command(services, reply, Step::Resume, "resume"),
-            Request::Checkpoint(r) => self.checkpoint(services, reply, &r),
-            Request::Kill(r) => self.kill(services, reply, &key, &r),
-            Request::Update(r) => self.update(services, reply, &r),
-            Request::Exec(r) => self.add_exec(services, r),
-            Request::Wait(_) => self.wait(services, reply, &key),
-            Request::State(_) => self.describe(&key),
-            Request::Pids(_) => self.pids(),
-            Request::ResizePty(r) => self.resize(services, &key, &r),
-            Request::CloseIo(_) => self.close_io(&key),
-            Request::Stats(_) => self.stats(),
-            _ => Err(Error::new(Code::UNIMPLEMENTED, "not a call for a container")),
-        };
+        let Request { key, method } = request;
+        let answer = self.execute(services, reply, &key, method);
         self.release(services, &key);
         answer
+    }
+
+    fn execute(
+        &mut self,
+        services: &mut Services,
+        reply: Reply,
+        key: &ProcessKey,
+        method: Method,
+    ) -> Answer {
+        if key.exec.is_empty() {
+            self.state.check(&method)?;
+        }
+        match method {
+            Method::Start if key.exec.is_empty() => self.start(services, reply),
+            Method::Start => self.start_exec(services, reply, key),
+            Method::Delete if key.exec.is_empty() => self.delete(services, reply),
+            Method::Delete => self.delete_exec(services, reply, key),
+            Method::Pause => self.command(services, reply, Step::Pause, "pause"),
+            Method::Resume => self.command(services, reply, Step::Resume, "resume"),
+            Method::Checkpoint(r) => self.checkpoint(services, reply, &r),
+            Method::Kill(r) => self.kill(services, reply, key, &r),
+            Method::Update(r) => self.update(services, reply, &r),
+            Method::Exec(r) => self.add_exec(services, r),
+            Method::Wait => self.wait(services, reply, key),
+            Method::State => self.describe(key),
+            Method::Pids => self.pids(),
+            Method::ResizePty(r) => self.resize(services, key, &r),
+            Method::CloseIo => self.close_io(key),
+            Method::Stats => self.stats(),
+            _ => Err(Error::new(Code::UNIMPLEMENTED, "not a call for a container")),
+        }
     }
 
     /// Queues a request that must wait for what is pending for the container or the exec. Returns
@@ -163,12 +172,12 @@ impl Container {
         reply: Reply,
         request: Request,
     ) -> Result<Option<Request>, Error> {
-        let key = key_of(&request);
-        let must_wait = match &request {
-            Request::Start(_) | Request::Delete(_) | Request::Kill(_) | Request::Pause(_) => true,
-            Request::Resume(_) | Request::Checkpoint(_) | Request::Update(_) => true,
+        let key = &request.key;
+        let must_wait = match &request.method {
+            Method::Start | Method::Delete | Method::Kill(_) | Method::Pause => true,
+            Method::Resume | Method::Checkpoint(_) | Method::Update(_) => true,
             // The terminal of an exec is there once it is started.
-            Request::ResizePty(_) => !key.exec.is_empty(),
+            Method::ResizePty(_) => !key.exec.is_empty(),
             _ => false,
         };
         let is_busy = self.is_busy();
@@ -181,7 +190,7 @@ impl Container {
             let reason = format!("{MAX_QUEUED} calls wait for a command of the runtime");
             return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
         }
-        let cancels = matches!(request, Request::Delete(_)) && self.state == State::New;
+        let cancels = matches!(request.method, Method::Delete) && self.state == State::New;
         queue.push_back((reply, request));
         if cancels {
             self.cancel_creation(services);
@@ -274,10 +283,4 @@ impl Container {
             let _ = self.remove(services, &self.caller(None), None);
         }
     }
-}
-
-/// The process that a request is for.
-fn key_of(request: &Request) -> ProcessKey {
-    let (id, exec) = task_of(request);
-    ProcessKey::new(id, exec)
 }

@@ -14,7 +14,7 @@
 
 use crate::error::Error;
 use crate::exits::Exit;
-use crate::ttrpc::request::Request;
+use crate::ttrpc::request::Method;
 
 /// The state of a container.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -74,42 +74,42 @@ impl State {
         matches!(self, Self::Exiting(_) | Self::Stopped(_))
     }
 
-    /// Checks that a request for the container is allowed in this state.
+    /// Checks that a call for the container is allowed in this state.
     ///
     /// # Errors
     /// The refusal.
-    pub fn check(&self, request: &Request) -> Result<(), Error> {
-        use Request as R;
+    pub fn check(&self, method: &Method) -> Result<(), Error> {
+        use Method as M;
         use State as S;
-        Err(Error::state(match (request, self) {
-            (R::Start(_), S::Created | S::Restorable)
-            | (R::Pause(_), S::Running)
-            | (R::Resume(_), S::Paused)
-            | (R::Checkpoint(_), S::Running | S::Paused)
-            | (R::Update(_), S::Restorable | S::Created | S::Running | S::Paused)
-            | (R::Exec(_), S::Created | S::Running)
-            | (R::Delete(_), S::Failed | S::Restorable | S::Created | S::Stopped(_)) => {
+        Err(Error::state(match (method, self) {
+            (M::Start, S::Created | S::Restorable)
+            | (M::Pause, S::Running)
+            | (M::Resume, S::Paused)
+            | (M::Checkpoint(_), S::Running | S::Paused)
+            | (M::Update(_), S::Restorable | S::Created | S::Running | S::Paused)
+            | (M::Exec(_), S::Created | S::Running)
+            | (M::Delete, S::Failed | S::Restorable | S::Created | S::Stopped(_)) => {
                 return Ok(());
             }
-            (R::Start(_), S::Paused) => "cannot start a paused process",
-            (R::Start(_), S::Exiting(_) | S::Stopped(_)) => "cannot start a stopped process",
-            (R::Start(_), _) => "cannot start a running process",
-            (R::Pause(_), S::Created | S::Restorable) => "cannot pause task in created state",
-            (R::Pause(_), S::Paused) => "cannot pause a paused container",
-            (R::Pause(_), _) => "cannot pause a stopped container",
-            (R::Resume(_), S::Created | S::Restorable) => "cannot resume task in created state",
-            (R::Resume(_), S::Running) => "cannot resume a running process",
-            (R::Resume(_), _) => "cannot resume a stopped container",
-            (R::Checkpoint(_), S::Created | S::Restorable) => {
+            (M::Start, S::Paused) => "cannot start a paused process",
+            (M::Start, S::Exiting(_) | S::Stopped(_)) => "cannot start a stopped process",
+            (M::Start, _) => "cannot start a running process",
+            (M::Pause, S::Created | S::Restorable) => "cannot pause task in created state",
+            (M::Pause, S::Paused) => "cannot pause a paused container",
+            (M::Pause, _) => "cannot pause a stopped container",
+            (M::Resume, S::Created | S::Restorable) => "cannot resume task in created state",
+            (M::Resume, S::Running) => "cannot resume a running process",
+            (M::Resume, _) => "cannot resume a stopped container",
+            (M::Checkpoint(_), S::Created | S::Restorable) => {
                 "cannot checkpoint a task in created state"
             }
-            (R::Checkpoint(_), _) => "cannot checkpoint a stopped container",
-            (R::Update(_), _) => "cannot update a stopped container",
-            (R::Exec(_), S::Restorable) => "cannot exec in a created state",
-            (R::Exec(_), S::Paused) => "cannot exec in a paused state",
-            (R::Exec(_), _) => "cannot exec in a stopped state",
-            (R::Delete(_), S::Paused) => "cannot delete a paused process",
-            (R::Delete(_), _) => "cannot delete a running process",
+            (M::Checkpoint(_), _) => "cannot checkpoint a stopped container",
+            (M::Update(_), _) => "cannot update a stopped container",
+            (M::Exec(_), S::Restorable) => "cannot exec in a created state",
+            (M::Exec(_), S::Paused) => "cannot exec in a paused state",
+            (M::Exec(_), _) => "cannot exec in a stopped state",
+            (M::Delete, S::Paused) => "cannot delete a paused process",
+            (M::Delete, _) => "cannot delete a running process",
             _ => return Ok(()),
         }))
     }
@@ -177,7 +177,7 @@ mod tests {
     fn a_container_that_runs_is_not_deleted() {
         use State as S;
         let exit = Exit { status: 3, seconds: 1, nanos: 2 };
-        let delete = Request::Delete(Default::default());
+        let delete = Method::Delete;
         for idle in [S::Failed, S::Restorable, S::Created, S::Stopped(exit)] {
             assert!(idle.check(&delete).is_ok(), "{idle:?}");
         }

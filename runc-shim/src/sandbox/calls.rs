@@ -10,26 +10,26 @@ use crate::exits::{Exit, UNKNOWN, has_ended};
 use crate::process_key::ProcessKey;
 use crate::services::Services;
 use crate::ttrpc::events;
-use crate::ttrpc::request::Request;
+use crate::ttrpc::request::Method;
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
 impl Sandbox {
     /// Answers a call for the sandbox's task.
-    pub fn call(&mut self, services: &mut Services, reply: Reply, request: Request) -> Answer {
-        if !request.is_create() {
+    pub fn call(&mut self, services: &mut Services, reply: Reply, method: Method) -> Answer {
+        if !matches!(method, Method::Create(_)) {
             self.created()?;
         }
-        match request {
-            Request::Create(r) => self.create(services, &r),
-            Request::Start(_) => self.start(services),
-            Request::Delete(_) => self.delete(services),
-            Request::Wait(_) => self.wait(services, reply),
-            Request::Kill(r) => self.kill(r.signal),
-            Request::State(_) => self.state(),
-            Request::Pids(_) => self.pids(),
-            Request::Stats(_) => self.stats(),
-            Request::CloseIo(_) => response::empty(),
+        match method {
+            Method::Create(r) => self.create(services, &r),
+            Method::Start => self.start(services),
+            Method::Delete => self.delete(services),
+            Method::Wait => self.wait(services, reply),
+            Method::Kill(r) => self.kill(r.signal),
+            Method::State => self.state(),
+            Method::Pids => self.pids(),
+            Method::Stats => self.stats(),
+            Method::CloseIo => response::empty(),
             _ => Err(Error::new(Code::UNIMPLEMENTED, "the sandbox runs no container")),
         }
     }

@@ -7,46 +7,56 @@ use containerd_shim_protos::api;
 use protobuf::Message;
 
 use crate::error::{Code, Error};
+use crate::process_key::ProcessKey;
 use crate::ttrpc::pause_process::{self, PauseProcess};
 use crate::ttrpc::server::Reply;
 
 const SERVICE: &str = "containerd.task.v3.Task";
 
-/// A request of the Task service.
+/// A request.
 #[derive(Debug)]
-pub enum Request {
+pub struct Request {
+    /// The process that it is for; without ids if it is for none.
+    pub key: ProcessKey,
+    /// The method, with the fields of the message that are used besides the ids.
+    pub method: Method,
+}
+
+/// A method of the Task service, or of the daemon's own service.
+#[derive(Debug)]
+pub enum Method {
     /// The state of a process.
-    State(api::StateRequest),
+    State,
     /// Creates a container.
     Create(Box<api::CreateTaskRequest>),
     /// Starts a process.
-    Start(api::StartRequest),
+    Start,
     /// Deletes a process.
-    Delete(api::DeleteRequest),
+    Delete,
     /// All pids of a container.
-    Pids(api::PidsRequest),
+    Pids,
     /// Pauses a container.
-    Pause(api::PauseRequest),
+    Pause,
     /// Resumes a container.
-    Resume(api::ResumeRequest),
+    Resume,
     /// Writes a checkpoint of a container.
     Checkpoint(api::CheckpointTaskRequest),
     /// Sends a signal to a process.
     Kill(api::KillRequest),
-    /// Adds an exec.
+    /// Adds an exec to a container.
     Exec(api::ExecProcessRequest),
     /// Changes the size of a terminal.
     ResizePty(api::ResizePtyRequest),
     /// Closes standard input.
-    CloseIo(api::CloseIORequest),
+    CloseIo,
     /// Changes a container's resources.
     Update(api::UpdateTaskRequest),
     /// Waits for the exit of a process.
-    Wait(api::WaitRequest),
+    Wait,
     /// The metrics of a container.
-    Stats(api::StatsRequest),
+    Stats,
     /// The pids of shim and container.
-    Connect(api::ConnectRequest),
+    Connect,
     /// Shuts down the shim, if it has no container and its sandbox no running task.
     Shutdown,
     /// Sets the pause process; a method of the daemon's own service.
@@ -55,74 +65,48 @@ pub enum Request {
 
 /// Decodes a request.
 pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Error> {
-    fn parse<M: Message>(payload: &[u8]) -> Result<M, Error> {
-        M::parse_from_bytes(payload).map_err(Error::from)
+    use Method as M;
+    use api::*;
+    fn parse<T: Message>(payload: &[u8]) -> Result<T, Error> {
+        T::parse_from_bytes(payload).map_err(Error::from)
     }
-    let p = payload;
-    Ok(match method {
+    let (p, none) = (payload, String::new());
+    let (id, exec, method) = match method {
         _ if service == pause_process::SERVICE => {
-            Request::SetPause(PauseProcess::decode(method, p)?)
+            (none.clone(), none, M::SetPause(PauseProcess::decode(method, p)?))
         }
         _ if service != SERVICE => {
             return Err(Error::new(Code::UNIMPLEMENTED, format!("service {service}")));
         }
-        "State" => Request::State(parse(p)?),
-        "Create" => Request::Create(Box::new(parse(p)?)),
-        "Start" => Request::Start(parse(p)?),
-        "Delete" => Request::Delete(parse(p)?),
-        "Pids" => Request::Pids(parse(p)?),
-        "Pause" => Request::Pause(parse(p)?),
-        "Resume" => Request::Resume(parse(p)?),
-        "Checkpoint" => Request::Checkpoint(parse(p)?),
-        "Kill" => Request::Kill(parse(p)?),
-        "Exec" => Request::Exec(parse(p)?),
-        "ResizePty" => Request::ResizePty(parse(p)?),
-        "CloseIO" => Request::CloseIo(parse(p)?),
-        "Update" => Request::Update(parse(p)?),
-        "Wait" => Request::Wait(parse(p)?),
-        "Stats" => Request::Stats(parse(p)?),
-        "Connect" => Request::Connect(parse(p)?),
-        "Shutdown" => {
-            parse::<api::ShutdownRequest>(p)?;
-            Request::Shutdown
+        "State" => parse(p).map(|r: StateRequest| (r.id, r.exec_id, M::State))?,
+        "Create" => {
+            parse(p).map(|r: CreateTaskRequest| (r.id.clone(), none, M::Create(r.into())))?
         }
+        "Start" => parse(p).map(|r: StartRequest| (r.id, r.exec_id, M::Start))?,
+        "Delete" => parse(p).map(|r: DeleteRequest| (r.id, r.exec_id, M::Delete))?,
+        "Pids" => parse(p).map(|r: PidsRequest| (r.id, none, M::Pids))?,
+        "Pause" => parse(p).map(|r: PauseRequest| (r.id, none, M::Pause))?,
+        "Resume" => parse(p).map(|r: ResumeRequest| (r.id, none, M::Resume))?,
+        "Checkpoint" => {
+            parse(p).map(|r: CheckpointTaskRequest| (r.id.clone(), none, M::Checkpoint(r)))?
+        }
+        "Kill" => parse(p).map(|r: KillRequest| (r.id.clone(), r.exec_id.clone(), M::Kill(r)))?,
+        "Exec" => parse(p).map(|r: ExecProcessRequest| (r.id.clone(), none, M::Exec(r)))?,
+        "ResizePty" => parse(p)
+            .map(|r: ResizePtyRequest| (r.id.clone(), r.exec_id.clone(), M::ResizePty(r)))?,
+        "CloseIO" => parse(p).map(|r: CloseIORequest| (r.id, r.exec_id, M::CloseIo))?,
+        "Update" => parse(p).map(|r: UpdateTaskRequest| (r.id.clone(), none, M::Update(r)))?,
+        "Wait" => parse(p).map(|r: WaitRequest| (r.id, r.exec_id, M::Wait))?,
+        "Stats" => parse(p).map(|r: StatsRequest| (r.id, none, M::Stats))?,
+        "Connect" => parse(p).map(|r: ConnectRequest| (r.id, none, M::Connect))?,
+        "Shutdown" => parse(p).map(|_: ShutdownRequest| (none.clone(), none, M::Shutdown))?,
         _ => return Err(Error::new(Code::UNIMPLEMENTED, format!("method {method}"))),
-    })
-}
-
-impl Request {
-    /// Whether this is a Create.
-    pub fn is_create(&self) -> bool {
-        matches!(self, Self::Create(_))
-    }
+    };
+    Ok(Request { key: ProcessKey { id, exec }, method })
 }
 
 /// Moves the calls of a queue whose deadline has passed to `late`.
 pub fn take_late(queue: &mut VecDeque<(Reply, Request)>, now: Instant, late: &mut Vec<Reply>) {
     late.extend(queue.iter().map(|(reply, _)| *reply).filter(|reply| reply.is_late(now)));
     queue.retain(|(reply, _)| !reply.is_late(now));
-}
-
-/// The task and the exec that a request is for; the exec is empty for the task's first process, and
-/// both are for a request that is for no task.
-pub fn task_of(request: &Request) -> (&str, &str) {
-    match request {
-        Request::State(r) => (&r.id, &r.exec_id),
-        Request::Create(r) => (&r.id, ""),
-        Request::Start(r) => (&r.id, &r.exec_id),
-        Request::Delete(r) => (&r.id, &r.exec_id),
-        Request::Pids(r) => (&r.id, ""),
-        Request::Pause(r) => (&r.id, ""),
-        Request::Resume(r) => (&r.id, ""),
-        Request::Checkpoint(r) => (&r.id, ""),
-        Request::Kill(r) => (&r.id, &r.exec_id),
-        Request::Exec(r) => (&r.id, ""),
-        Request::ResizePty(r) => (&r.id, &r.exec_id),
-        Request::CloseIo(r) => (&r.id, &r.exec_id),
-        Request::Update(r) => (&r.id, ""),
-        Request::Wait(r) => (&r.id, &r.exec_id),
-        Request::Stats(r) => (&r.id, ""),
-        Request::Connect(r) => (&r.id, ""),
-        Request::SetPause(_) | Request::Shutdown => ("", ""),
-    }
 }
