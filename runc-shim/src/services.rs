@@ -21,13 +21,16 @@ use crate::ttrpc::server::{Reply, Server};
 /// The shared parts of the shim.
 #[derive(Debug)]
 pub struct Services {
-    reactor: Reactor,
-    server: Server,
-    events: Events,
+    /// The epoll instance.
+    pub reactor: Reactor,
+    /// The server.
+    pub server: Server,
+    /// The queue of events.
+    pub events: Events,
     children: Children,
     copiers: Copiers,
     /// containerd's namespace.
-    namespace: String,
+    pub namespace: String,
     /// Calls that have waited for a command and can be executed now.
     released: Vec<(Reply, Request)>,
 }
@@ -54,21 +57,6 @@ impl Services {
         })
     }
 
-    /// The epoll instance.
-    pub fn reactor(&self) -> &Reactor {
-        &self.reactor
-    }
-
-    /// The server, with the epoll instance that it uses.
-    pub fn server(&mut self) -> (&mut Server, &Reactor) {
-        (&mut self.server, &self.reactor)
-    }
-
-    /// The queue of events, with the epoll instance that it uses.
-    pub fn events(&mut self) -> (&mut Events, &Reactor) {
-        (&mut self.events, &self.reactor)
-    }
-
     /// The children.
     pub fn children(&mut self) -> &mut Children {
         &mut self.children
@@ -77,11 +65,6 @@ impl Services {
     /// The copier threads.
     pub fn copiers(&mut self) -> &mut Copiers {
         &mut self.copiers
-    }
-
-    /// containerd's namespace.
-    pub fn namespace(&self) -> &str {
-        &self.namespace
     }
 
     /// Whether no answer, event, output or command is pending.
@@ -113,11 +96,6 @@ impl Services {
     /// Sends an event that may be left out.
     pub fn send_about(&mut self, kind: Kind, event: &impl Message, about: About) {
         self.events.send(kind, event, about, &self.reactor);
-    }
-
-    /// Drops the queued events of a deleted exec, if too many events are queued.
-    pub fn exec_deleted(&mut self, key: &ProcessKey) {
-        self.events.exec_deleted(key);
     }
 
     /// Has calls executed that have waited for a command.

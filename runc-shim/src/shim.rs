@@ -71,7 +71,7 @@ impl Shim {
     pub fn run(mut self) -> Result<(), Error> {
         while !self.may_exit() {
             let until = self.deadline();
-            let ready = self.services.reactor().wait(until).context("wait")?;
+            let ready = self.services.reactor.wait(until).context("wait")?;
             for source in ready {
                 self.ready(source);
             }
@@ -92,8 +92,7 @@ impl Shim {
     /// no command runs, or after [`SHUTDOWN_TIMEOUT`]. Callers that connect from now on wait for
     /// the next shim.
     fn begin_shutdown(&mut self) {
-        let (server, reactor) = self.services.server();
-        server.stop_accepting(reactor);
+        self.services.server.stop_accepting(&self.services.reactor);
         self.shutdown_deadline.get_or_insert(Instant::now() + SHUTDOWN_TIMEOUT);
     }
 
@@ -127,18 +126,11 @@ impl Shim {
 
     fn ready(&mut self, source: Source) {
         match source {
-            Source::Listener => {
-                let (server, reactor) = self.services.server();
-                server.accept(reactor);
-            }
+            Source::Listener => self.services.server.accept(&self.services.reactor),
             Source::Signals => self.signalled(),
-            Source::Events => {
-                let (events, reactor) = self.services.events();
-                events.ready(reactor);
-            }
+            Source::Events => self.services.events.ready(&self.services.reactor),
             Source::Connection(id) => {
-                let (server, reactor) = self.services.server();
-                for call in server.ready(id, reactor) {
+                for call in self.services.server.ready(id, &self.services.reactor) {
                     self.call(call);
                 }
             }
@@ -219,8 +211,8 @@ impl Shim {
         let containers = self.containers.values().filter_map(Container::deadline).min();
         let sandbox = self.sandbox.as_ref().and_then(Sandbox::deadline);
         let children = self.services.children().deadline();
-        let server = self.services.server().0.deadline();
-        let events = self.services.events().0.deadline();
+        let server = self.services.server.deadline();
+        let events = self.services.events.deadline();
         let all = [containers, sandbox, children, server, events, self.shutdown_deadline];
         all.into_iter().flatten().min()
     }
@@ -231,13 +223,11 @@ impl Shim {
         if self.more_exits {
             self.reap();
         }
-        let (server, reactor) = self.services.server();
-        if server.deadline().is_some_and(|at| at <= now) {
-            server.retry(reactor);
+        if self.services.server.deadline().is_some_and(|at| at <= now) {
+            self.services.server.retry(&self.services.reactor);
         }
-        let (events, reactor) = self.services.events();
-        if events.deadline().is_some_and(|at| at <= now) {
-            events.retry(reactor);
+        if self.services.events.deadline().is_some_and(|at| at <= now) {
+            self.services.events.retry(&self.services.reactor);
         }
         self.services.children().kill_late_loggers(now);
         if let Some(sandbox) = &mut self.sandbox {
@@ -305,7 +295,7 @@ impl Shim {
             return Err(Error::new(Code::UNAVAILABLE, "the shim is shutting down"));
         }
         let id = request.id.clone();
-        let mut container = Container::new(&request, self.services.namespace())?;
+        let mut container = Container::new(&request, &self.services.namespace)?;
         let answer = container.create(&mut self.services, reply, request.rootfs);
         if !container.is_gone() {
             self.containers.insert(id, container);
@@ -327,7 +317,7 @@ impl Shim {
         if self.containers.contains_key(&pause.id) {
             return Err(Error::new(Code::ALREADY_EXISTS, "a container has the sandbox's id"));
         }
-        self.sandbox = Some(Sandbox::open(pause, self.services.reactor())?);
+        self.sandbox = Some(Sandbox::open(pause, &self.services.reactor)?);
         response::empty()
     }
 

@@ -49,10 +49,9 @@ impl Container {
         process.close(services, &id);
         let mut queued = std::mem::take(&mut self.queue);
         for (exec_id, exec) in std::mem::take(&mut self.execs) {
-            services.exec_deleted(&ProcessKey::new(&id, &exec_id));
-            let (process, queue) = exec.into_parts();
-            process.close(services, &id);
-            queued.extend(queue);
+            services.events.exec_deleted(&ProcessKey::new(&id, &exec_id));
+            exec.process.close(services, &id);
+            queued.extend(exec.queue);
         }
         services.copiers().end(&id);
         for (reply, _) in queued {
@@ -70,7 +69,7 @@ impl Container {
     ) -> Answer {
         let exec = self.exec(key)?;
         exec.change(exec::state::Event::Delete)?;
-        if exec.process().drain(services.copiers(), &key.id, reply)? {
+        if exec.process.drain(services.copiers(), &key.id, reply)? {
             return Ok(None);
         }
         self.remove_exec(services, key)
@@ -83,9 +82,8 @@ impl Container {
         // An exec that was not started has no pid file.
         let _ = std::fs::remove_file(file);
         let state = exec.state();
-        services.exec_deleted(key);
-        let (process, _) = exec.into_parts();
-        process.close(services, &key.id);
+        services.events.exec_deleted(key);
+        exec.process.close(services, &key.id);
         response::now(&response::deleted(response::unsigned(state.pid()), state.exit()))
     }
 
@@ -111,7 +109,7 @@ impl Container {
     pub(super) fn end_late_drains(&mut self, services: &mut Services, now: Instant) {
         let execs = self.execs.iter_mut();
         let late = execs.filter_map(|(id, exec)| {
-            Some((ProcessKey::new(&self.key.id, id), exec.process().take_late_drain(now)?))
+            Some((ProcessKey::new(&self.key.id, id), exec.process.take_late_drain(now)?))
         });
         let mut late: Vec<(ProcessKey, Reply)> = late.collect();
         late.extend(self.process.take_late_drain(now).map(|reply| (self.key.clone(), reply)));

@@ -58,7 +58,7 @@ impl Container {
     /// that waits for the last output.
     pub fn stream_ended(&mut self, services: &mut Services, stream: u32) {
         let execs = self.execs.iter_mut();
-        let exec = execs.map(|(id, exec)| (id.as_str(), exec.process()));
+        let exec = execs.map(|(id, exec)| (id.as_str(), &mut exec.process));
         let all = exec.chain([("", &mut self.process)]);
         let found = { all }.find(|(_, process)| process.has_stream(stream));
         let Some((exec, process)) = found else { return };
@@ -79,7 +79,7 @@ impl Container {
     pub(super) fn watch_oom_kills(&mut self, services: &Services, pid: i32) {
         let Some(cgroup) = &self.cgroup else { return };
         let source = Source::OomWatch(response::unsigned(pid));
-        match OomWatch::new(cgroup, services.reactor(), source) {
+        match OomWatch::new(cgroup, &services.reactor, source) {
             Ok(watch) => self.oom_watch = watch,
             Err(e) => {
                 let id = &self.key.id;

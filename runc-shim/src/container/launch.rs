@@ -149,7 +149,7 @@ impl Container {
         }
         let prepared = match stdio.terminal {
             true => Prepared::default(),
-            false => io::prepare(&stdio, owner, caller.key.process(), services.namespace())
+            false => io::prepare(&stdio, owner, caller.key.process(), &services.namespace)
                 .context("failed to create init process I/O")?,
         };
         self.await_logger(services, caller, prepared, Launch::StartingLogger)
@@ -187,7 +187,8 @@ impl Container {
             self.check_not_exited()?;
             arguments.extend(["exec", "--process", &input_path, "--detach"]);
             arguments.extend(["--pid-file", &pid_file]);
-            input_file = Some(runtime::memory_file_of(&self.exec(&caller.key)?.take_spec())?);
+            input_file =
+                Some(runtime::memory_file_of(&std::mem::take(&mut self.exec(&caller.key)?.spec))?);
         } else if !restore.is_empty() {
             arguments.extend(restore.iter().map(String::as_str));
         } else {
@@ -244,7 +245,7 @@ impl Container {
         // The process has the terminal before its streams are prepared: also if that fails, the
         // copier thread closes it.
         process.set_console(services.copiers(), &caller.key.id, Some(master));
-        let prepared = io::terminal(&stdio, &terminal?, caller.key.process(), services.namespace())
+        let prepared = io::terminal(&stdio, &terminal?, caller.key.process(), &services.namespace)
             .context("failed to start console copy")?;
         self.await_logger(services, caller, prepared, Launch::StartingTerminalLogger)
     }
@@ -306,7 +307,7 @@ impl Container {
             let exit = Exit::now(UNKNOWN);
             // An exec that was deleted meanwhile has no state to change.
             let _ = exec.change(ExecEvent::StartFailed(exit));
-            exec.process().waiters().answer(services, exit);
+            exec.process.waiters().answer(services, exit);
         }
         self.announce_exit_if_done(services);
         Err(e)

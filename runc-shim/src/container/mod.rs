@@ -230,7 +230,7 @@ impl Container {
     fn process(&mut self, key: &ProcessKey) -> Result<&mut ProcessStreams, Error> {
         match key.exec.as_str() {
             "" => Ok(&mut self.process),
-            _ => Ok(self.exec(key)?.process()),
+            _ => Ok(&mut self.exec(key)?.process),
         }
     }
 

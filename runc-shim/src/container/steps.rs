@@ -81,7 +81,7 @@ impl Container {
         action: Action,
         input_file: Option<BorrowedFd<'_>>,
     ) -> Answer {
-        let (namespace, id) = (services.namespace(), &self.key.id);
+        let (namespace, id) = (&services.namespace, &self.key.id);
         let work = Work { action, namespace, id, bundle: &self.bundle, input_file };
         let command = helper::start(&work)?;
         self.begin(services, caller, step, command)
@@ -141,7 +141,7 @@ impl Container {
             pipe.advance();
             if pipe.has_ended() {
                 // It fails only if nothing is watched.
-                let _ = services.reactor().remove(&*pipe);
+                let _ = services.reactor.remove(&*pipe);
             }
         }
     }
@@ -153,7 +153,7 @@ impl Container {
         let Wait::Command(mut command) = wait else { return };
         // A process that is being started may have a copy of the pipe.
         for pipe in command.open_pipes() {
-            let _ = services.reactor().remove(pipe);
+            let _ = services.reactor.remove(pipe);
         }
         let mut done = match exit.status {
             0 => Ok(()),
@@ -184,7 +184,7 @@ impl Container {
             }
             Step::Launch(Launch::Mounting { by_program: true }) if done.is_err() => {
                 // Processes that the program has left may still be about to mount.
-                descendants::kill(pid, Some(&mark::entry(services.namespace(), &self.key.id)));
+                descendants::kill(pid, Some(&mark::entry(&services.namespace, &self.key.id)));
             }
             _ => {}
         }
@@ -267,7 +267,7 @@ impl Container {
         let mut late = Vec::new();
         for pending in self.pending.iter_mut().filter(|pending| pending.is_late(now)) {
             match &pending.wait {
-                Wait::Command(command) => pending.kill(command.pid, services.namespace()),
+                Wait::Command(command) => pending.kill(command.pid, &services.namespace),
                 Wait::Logger(logger) => late.push(logger.pid),
             }
         }

@@ -18,11 +18,12 @@ use crate::ttrpc::server::Reply;
 #[derive(Debug)]
 pub struct Exec {
     state: State,
-    process: ProcessStreams,
+    /// The streams, and the calls that wait for the exit.
+    pub process: ProcessStreams,
     /// The `process.json`, until the exec is started.
-    spec: Vec<u8>,
+    pub spec: Vec<u8>,
     /// Calls that wait until the exec is started.
-    queue: VecDeque<(Reply, Request)>,
+    pub queue: VecDeque<(Reply, Request)>,
 }
 
 impl Exec {
@@ -48,16 +49,6 @@ impl Exec {
         Ok(())
     }
 
-    /// The streams.
-    pub fn process(&mut self) -> &mut ProcessStreams {
-        &mut self.process
-    }
-
-    /// Takes the `process.json` for the start.
-    pub fn take_spec(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.spec)
-    }
-
     /// The queue for calls that must wait, while the exec is being started.
     pub fn queue_while_starting(&mut self) -> Option<&mut VecDeque<(Reply, Request)>> {
         (self.state == State::Starting).then_some(&mut self.queue)
@@ -69,11 +60,6 @@ impl Exec {
             State::Starting => VecDeque::new(),
             _ => std::mem::take(&mut self.queue),
         }
-    }
-
-    /// The streams and the queued calls of an exec that is deleted.
-    pub fn into_parts(self) -> (ProcessStreams, VecDeque<(Reply, Request)>) {
-        (self.process, self.queue)
     }
 
     /// The next deadline of a call that waits for the exec.

@@ -21,8 +21,7 @@ impl Waiters {
     /// # Errors
     /// [`MAX_WAITERS`] callers wait.
     pub fn add(&mut self, services: &mut Services, reply: Reply) -> Answer {
-        let (server, _) = services.server();
-        self.0.retain(|waiter| server.is_connected(*waiter));
+        self.0.retain(|waiter| services.server.is_connected(*waiter));
         // Refuses the new call, not an older one: CRI's Wait is the first, and CRI takes its error
         // for the exit of the container and kills the container (`handleContainerExit`).
         if self.0.len() >= MAX_WAITERS {
