@@ -10,7 +10,7 @@ use clap::Parser as _;
 use node::check::{self, DaemonFindings, Level};
 use pause_sandboxer::cli::{
     self, Cli, Command, ConfigCommand, DOWN, Format, NEEDED, ServeOptions, SettingsSource, WARNED,
-    table, watch::ListWatch,
+    table,
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
@@ -21,9 +21,6 @@ use pause_sandboxer::pause::binary::{PROGRAM, SELFTEST};
 use pause_sandboxer::selftest::{self, Selftest};
 
 mod daemon;
-
-/// Polling interval of `list --watch`.
-const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why a command failed: the reason, and the exit status.
 struct CommandFailure {
@@ -87,7 +84,6 @@ fn block_on(
 async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
         Command::Serve(options) => return serve(&options),
-        Command::List { watch: true, settings, .. } => watch(&settings).await?,
         Command::List { output, settings, .. } => {
             let all = Client::connect(&settings.load()?).await?.list(true).await?;
             print(&match output {
@@ -195,16 +191,6 @@ async fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> 
     let report = selftest::run(&wanted, &mut say).await.map_err(|e| e.to_string())?;
     print(&report.table)?;
     report.failed.map_or(Ok(()), |failed| Err(failed.to_string().into()))
-}
-
-/// Prints each change of the list, until interrupted.
-async fn watch(settings: &SettingsSource) -> Result<(), CommandFailure> {
-    let client = Client::connect(&settings.load()?).await?;
-    let mut watch = ListWatch::default();
-    loop {
-        print(&watch.next(&client.list(true).await?, SystemTime::now()))?;
-        tokio::time::sleep(WATCH_INTERVAL).await;
-    }
 }
 
 /// Shows the resource usage of the pods, until interrupted or once.

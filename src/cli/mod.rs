@@ -8,7 +8,6 @@ use crate::config::{Config, ConfigError, Flags};
 use crate::enable;
 
 pub mod table;
-pub mod watch;
 
 /// Exit status: the daemon cannot be reached.
 pub const DOWN: u8 = 3;
@@ -46,10 +45,6 @@ pub enum Command {
         /// Output format
         #[arg(short, long, default_value = "text")]
         output: Format,
-        /// After the list, poll every second and print a line for each sandbox whose state or pid
-        /// has changed, until interrupted or the daemon exits
-        #[arg(short, long, conflicts_with = "output")]
-        watch: bool,
         /// Where the daemon is.
         #[command(flatten)]
         settings: SettingsSource,

@@ -221,14 +221,7 @@ pub fn bytes(bytes: u64) -> String {
 
 /// The rows with aligned columns, two blanks apart.
 fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
-    aligned_at_least(rows, &mut [0; N])
-}
-
-/// The same, with columns of at least these widths, which grow with the rows.
-pub(super) fn aligned_at_least<const N: usize>(
-    rows: &[[String; N]],
-    widths: &mut [usize; N],
-) -> String {
+    let mut widths = [0; N];
     for row in rows {
         for (width, cell) in widths.iter_mut().zip(row) {
             *width = cell.chars().count().max(*width);
@@ -237,7 +230,7 @@ pub(super) fn aligned_at_least<const N: usize>(
     let mut text = String::new();
     for row in rows {
         let cells: String =
-            row.iter().zip(&*widths).map(|(cell, width)| format!("{cell:width$}  ")).collect();
+            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}  ")).collect();
         text.push_str(cells.trim_end());
         text.push('\n');
     }

@@ -1,10 +1,9 @@
 //! An operator's view of a daemon with a real sandbox: list, inspect, stats, metrics, log.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _, Write};
+use std::io::{Read as _, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -155,35 +154,6 @@ fn a_sandbox_is_listed_inspected_and_measured() {
     );
     controller.shut_down(ID);
     assert_eq!(output_of(&scratch, &["list"]).lines().count(), 1);
-}
-
-#[test]
-fn a_watched_list_prints_each_change_of_a_sandbox() {
-    let scratch = Scratch::new();
-    let daemon = Daemon::start(&scratch, &scratch.flags());
-    daemon.noticed("READY=1");
-    let mut watch = program()
-        .args(["list", "--watch"])
-        .args(scratch.flags())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines().map(Result::unwrap);
-    assert!(lines.next().unwrap().starts_with("SANDBOX "));
-    let controller = Controller::of(&scratch);
-    let pid = controller.run(ID, "web-0").to_string();
-    // A look may find it before its Start has ended.
-    let ready = lines.find(|line| line.contains(" ready ")).unwrap();
-    let cells: Vec<&str> = ready.split_whitespace().collect();
-    assert_eq!(cells[..5], ["0123456789abc", "web-0", "prod", "ready", pid.as_str()], "{ready}");
-    controller.shut_down(ID);
-    let removed = lines.find(|line| line.contains(" removed ")).unwrap();
-    assert!(removed.starts_with("0123456789abc  web-0"), "{removed}");
-    watch.kill().unwrap();
-    watch.wait().unwrap();
-
-    let both = asked(&scratch, &["list", "--watch", "-ojson"]);
-    assert_eq!(both.status.code(), Some(2), "{}", stderr(&both));
 }
 
 /// Promise: operators_see_every_sandbox.
