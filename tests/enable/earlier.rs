@@ -22,7 +22,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         second_disable_fails_while_pods_use_handler,
         a_handler_that_is_not_loaded_fails_the_check,
         a_restart_that_fails_names_the_earlier_command,
-        a_file_that_containerd_has_not_read_is_loaded,
+        a_file_that_containerd_has_not_read_is_refused,
         a_handler_in_another_file_is_named,
         another_name_replaces_the_handler,
         a_pod_of_the_earlier_name_prevents_the_restart,
@@ -131,17 +131,31 @@ async fn a_restart_that_fails_names_the_earlier_command(node: Arc<Node>) -> Resu
     Ok(())
 }
 
-/// A restart loads the files that were written since containerd started, also edits of others.
-async fn a_file_that_containerd_has_not_read_is_loaded(node: Arc<Node>) -> Result<()> {
+async fn a_file_that_containerd_has_not_read_is_refused(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     containerd_is_older().await;
-    etc.run(&["enable"]).well()?;
     let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
     fs::write(etc.file(), edited)?;
+    let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
+    let refused = |ran: crate::etc::Ran| ran.refused("has changed ");
+    refused(etc.with_restart(&["enable"], always).await?)?;
+    ensure!(etc.files() == before, "{:?}", etc.files().keys());
+    // An import that was added since does not hide the edit.
+    etc.run(&["enable"]).well()?;
+    refused(etc.with_restart(&["enable"], always).await?)?;
+    ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted");
+    etc.run(&["disable"]).well()?;
+    etc.restart().await?;
+    containerd_is_older().await;
+    // Changes of an earlier command are not edits.
+    etc.run(&["enable"]).well()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
     ensure!(said.contains("it has loaded runtime handler runc-pause"), "{said}");
-    let pid = etc.node.containerd_pid()?;
+    // Where there is nothing to restart for, the edit is not of interest.
     containerd_is_older().await;
+    let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
+    fs::write(etc.file(), edited)?;
+    let pid = etc.node.containerd_pid()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
     ensure!(said.contains("containerd has loaded runtime handler runc-pause"), "{said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted");

@@ -15,7 +15,7 @@ use crate::etc::Etc;
 pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
     cases![
         disable_does_not_restart_for_the_edit_of_another,
-        disable_does_not_restart_with_a_missing_import,
+        disable_does_not_restart_with_an_unread_edit,
         a_wait_for_the_pods_of_the_default_handler_is_announced,
         options_that_a_command_undoes_are_named,
         a_change_of_the_settings_alone_restarts_no_containerd,
@@ -42,18 +42,21 @@ async fn disable_does_not_restart_for_the_edit_of_another(node: Arc<Node>) -> Re
     Ok(())
 }
 
-async fn disable_does_not_restart_with_a_missing_import(node: Arc<Node>) -> Result<()> {
+async fn disable_does_not_restart_with_an_unread_edit(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
     containerd_is_older().await;
     edit(&etc)?;
+    let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
+    let said = etc.with_restart(&["disable"], always).await?;
+    let said = said.refused("has changed ")?;
+    ensure!(etc.files() == before && etc.node.containerd_pid()? == pid, "{said}");
     // `config dump` does not show an import that does not exist.
     let text = fs::read_to_string(etc.file())?;
     fs::write(etc.file(), text.replacen("imports = [", "imports = [\"a\", ", 1))?;
-    let pid = etc.node.containerd_pid()?;
     let said = etc.with_restart(&["disable"], always).await?;
     said.refused("/a, which does not exist: containerd does not start with it")?;
-    ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted");
     fs::write(etc.file(), text)?;
+    etc.restart().await?;
     etc.with_restart(&["disable"], always).await?.well()?;
     ensure!(fs::read_to_string(etc.file())?.ends_with(EDIT), "the edit is lost");
     Ok(())

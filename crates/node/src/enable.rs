@@ -236,18 +236,18 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
         say(if diff.is_empty() { NO_CHANGES } else { diff.trim_end() }.to_owned());
         return Ok(());
     }
+    let (has_unread, edited) = node.unread(node.drop_in.is_ours())?;
     // containerd does not read the sandboxer's settings.
     let is_loaded = changes.len() == plan.adopted
-        && !node.containerd.has_unread_files()
+        && !has_unread
         && node.loaded.as_ref().is_some_and(|loaded| loaded.contains(&wanted.handler));
-    if change.restart.is_some()
-        && !is_loaded
-        && wanted.default
-        && let Err(reason) = pods::answering_daemon(config).await
-    {
-        return refuse(format!(
-            "{reason}; with --default no pod of this node starts without the daemon"
-        ));
+    if change.restart.is_some() && !is_loaded {
+        if let (true, Err(reason)) = (wanted.default, pods::answering_daemon(config).await) {
+            return refuse(format!(
+                "{reason}; with --default no pod of this node starts without the daemon"
+            ));
+        }
+        node.no_edits(&edited)?;
     }
     if wanted.offline {
         import_pause(wanted, say).await?;

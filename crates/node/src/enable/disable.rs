@@ -9,6 +9,7 @@ use containerd_api::cri::CriClient;
 use toml::{Table, Value};
 
 use super::changes::{Changes, FileChange};
+use super::drop_in::default_of;
 use super::main_config::BACKUP;
 use super::node_state::{NodeState, loaded_handlers};
 use super::pods::{self, Pods};
@@ -38,6 +39,8 @@ pub(super) struct Removal {
     /// Those that containerd has loaded, and that its files no longer have; `None` if it does not
     /// say which it has.
     pub(super) stale: Option<Vec<String>>,
+    /// The handler that the drop-in makes the node's default.
+    default: Option<String>,
     /// The options of the `enable` that has written the drop-in; empty for a file of another.
     options: Vec<String>,
 }
@@ -64,8 +67,10 @@ impl Removal {
         handlers.extend(merged.map(|(name, _)| name));
         handlers.sort();
         handlers.dedup();
-        let options = drop_in.text.as_deref().and_then(enabled::options).unwrap_or_default();
-        Ok(Self { changes, handlers, stale: node.stale(config), options })
+        let text = drop_in.text.as_deref().unwrap_or_default();
+        let options = enabled::options(text).unwrap_or_default();
+        let default = default_of(text);
+        Ok(Self { changes, handlers, stale: node.stale(config), default, options })
     }
 
     /// The runtime handlers that containerd will not have after a restart.
@@ -76,13 +81,11 @@ impl Removal {
     /// If the drop-in makes the handler the node's default: that, and the command that undoes it.
     /// Until then pods that name no handler arrive.
     pub(super) fn default_handler(&self) -> Option<(String, String)> {
-        let (default, others): (Vec<_>, Vec<_>) =
-            self.options.iter().cloned().partition(|option| option == enabled::DEFAULT);
-        let handlers = self.handlers.join(", ");
-        (!default.is_empty()).then(|| {
-            let command = format!("`{}`, which undoes that", enabled::command(&others));
-            (format!("{handlers} is the node's default handler"), command)
-        })
+        let default = self.default.as_ref()?;
+        let is_other = |option: &&String| *option != enabled::DEFAULT;
+        let others: Vec<String> = self.options.iter().filter(is_other).cloned().collect();
+        let command = format!("`{}`, which undoes that", enabled::command(&others));
+        Some((format!("{default} is the node's default handler"), command))
     }
 
     /// Whether containerd may have handlers that no file gives back.
@@ -133,7 +136,7 @@ pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableErr
             return Ok(());
         }
         if change.restart.is_some() && !removal.changes.is_empty() {
-            node.containerd.has_imports(&node.drop_in.path)?;
+            node.only_own_changes()?;
         }
         let has_waited = (!removal.is_done() || removal.may_be_loaded(&node))
             && wait_for_pods(wanted, &removal, say).await?;
@@ -385,7 +388,7 @@ async fn unload(
     };
     if changes.is_empty() {
         // With changes this was checked before they were made.
-        node.containerd.has_imports(&node.drop_in.path)?;
+        node.only_own_changes()?;
     }
     let without = |known: &[String]| !lost.iter().any(|one| known.contains(one));
     if let Err(reason) = restart.load(changes, without).await {

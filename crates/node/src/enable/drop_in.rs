@@ -72,6 +72,15 @@ pub(super) fn handlers_of(text: &str) -> Vec<String> {
     all.flat_map(|handlers| handlers.keys().cloned()).collect()
 }
 
+/// The handler that a drop-in makes the node's default.
+pub(super) fn default_of(text: &str) -> Option<String> {
+    let table: Table = text.parse().ok()?;
+    let default = |plugin: &str| {
+        table.get("plugins")?.get(plugin)?.get("containerd")?.get("default_runtime_name")?.as_str()
+    };
+    [RUNTIME, CRI_OF_2].into_iter().find_map(default).map(str::to_owned)
+}
+
 /// A setting that is as if it were not set.
 fn is_unset(value: &Value) -> bool {
     match value {
@@ -216,14 +225,15 @@ mod tests {
             table["plugins"][plugin].as_table().unwrap().clone()
         };
         for version in [None, Some(3), Some(4)] {
-            let runtime = plugin_table(version, RUNTIME);
-            assert_eq!(runtime["containerd"]["default_runtime_name"].as_str(), Some("runc-pause"));
+            let default = default_of(&text(version, true, true));
+            assert_eq!(default.as_deref(), Some("runc-pause"));
             let image = plugin_table(version, IMAGES)["pinned_images"]["sandbox"].clone();
             assert_eq!(image.as_str(), Some(oci_image::NAME));
         }
         let cri = plugin_table(Some(2), CRI_OF_2);
         assert_eq!(cri["sandbox_image"].as_str(), Some(oci_image::NAME));
-        assert_eq!(cri["containerd"]["default_runtime_name"].as_str(), Some("runc-pause"));
+        assert_eq!(default_of(&text(Some(2), true, true)).as_deref(), Some("runc-pause"));
+        assert_eq!(default_of(&text(Some(2), false, true)), None);
         assert_eq!(handlers_of(&text(Some(2), false, false)), ["runc-pause"]);
     }
 }

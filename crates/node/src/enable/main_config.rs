@@ -2,6 +2,7 @@
 //! adds.
 
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use base::error::{IoContext as _, StepError};
 use toml::{Table, Value};
@@ -185,6 +186,19 @@ impl MainConfig {
             before.and_then(|before| toml_text::add_import(before, &pattern_of(drop_in)).ok());
         edited.is_some() && edited == self.text
     }
+
+    /// When the file was last written by anyone but [`MainConfig::import`]; `None`: never.
+    ///
+    /// # Errors
+    /// The copy of the file cannot be read.
+    pub(super) fn last_edit(&self, drop_in: &Path) -> Result<Option<SystemTime>, StepError> {
+        if self.is_created(drop_in) {
+            return Ok(None);
+        }
+        let before = FileState::read(&self.backup())?;
+        let before = before.filter(|before| self.is_import_added_to(before, drop_in));
+        Ok(before.as_ref().or(self.state.as_ref()).map(|state| state.modified))
+    }
 }
 
 fn pattern_of(drop_in: &Path) -> String {
@@ -304,6 +318,7 @@ mod tests {
         assert_eq!(fs::read_to_string(&backup).unwrap(), text);
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&backup), mode(&etc.at("config.toml"))), (0o600, 0o600));
+        assert_eq!(etc.main().last_edit(&drop_in).unwrap(), Some(edited), "the import is no edit");
         etc.import();
         assert_eq!(fs::read_to_string(&backup).unwrap(), text, "nothing is done twice");
         // Another's file needs the import.

@@ -9,9 +9,9 @@ use toml::Table;
 use super::drop_in::DropIn;
 use super::main_config::MainConfig;
 use super::trust::check_trusted;
-use super::{EnableError, refuse};
+use super::{EnableError, RestartBy, refuse};
 use crate::check::Subject;
-use crate::check::containerd::{self as merged_config, NodeContainerd};
+use crate::check::containerd::{self as merged_config, NodeContainerd, same_file};
 
 /// containerd, its files, and what it makes of them.
 #[derive(Debug)]
@@ -68,6 +68,57 @@ impl NodeState {
             its_file.display(),
             self.containerd.file.display()
         ))
+    }
+
+    /// The files of containerd's config that were written after its start: whether commands of
+    /// this program have written one, and those that others have written.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub(super) fn unread(&self, is_own_drop_in: bool) -> Result<(bool, Vec<PathBuf>), EnableError> {
+        let (mut own, mut edited) = (false, Vec::new());
+        for file in self.containerd.unread_files() {
+            let is_own = if same_file(&file, &self.containerd.file) {
+                let edit = self.main.last_edit(&self.drop_in.path)?;
+                edit.is_none_or(|moment| !self.containerd.is_older_than(moment))
+            } else {
+                is_own_drop_in && same_file(&file, &self.drop_in.path)
+            };
+            if is_own {
+                own = true;
+            } else {
+                edited.push(file);
+            }
+        }
+        Ok((own, edited))
+    }
+
+    /// Fails if other programs have edited files that containerd has not read: a restart would
+    /// apply these edits too, and the rollback of a command would not undo them.
+    ///
+    /// # Errors
+    /// The files.
+    pub(super) fn no_edits(&self, edited: &[PathBuf]) -> Result<(), EnableError> {
+        if edited.is_empty() {
+            return Ok(());
+        }
+        refuse(format!(
+            "another program or user has changed {} since containerd started: a restart would \
+             apply that change too, and this command could not undo it. Restart containerd first: \
+             {}",
+            shown(edited, " and "),
+            RestartBy::Systemd.command(&self.containerd.unit)
+        ))
+    }
+
+    /// Fails if a restart by `disable` would apply edits of other programs, or if containerd would
+    /// not start with them. `disable` removes the drop-in itself.
+    ///
+    /// # Errors
+    /// The files, and what to do first.
+    pub(super) fn only_own_changes(&self) -> Result<(), EnableError> {
+        self.containerd.has_imports(&self.drop_in.path)?;
+        self.no_edits(&self.unread(true)?.1)
     }
 }
 

@@ -123,6 +123,11 @@ impl NodeContainerd {
         !self.unread_files().is_empty()
     }
 
+    /// Whether it was started before that moment.
+    pub(crate) fn is_older_than(&self, moment: SystemTime) -> bool {
+        self.started.is_some_and(|started| started < moment)
+    }
+
     /// Fails unless the program is a containerd that supports external sandboxers.
     ///
     /// # Errors
