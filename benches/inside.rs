@@ -39,7 +39,8 @@ impl Inside {
         };
         std::fs::create_dir_all(&config.state_dir)?;
         let driver = Arc::new(Native::new()?.for_state_dir(&config.state_dir));
-        let environment = Arc::new(Environment::new(config, driver, None, None)?);
+        let own = pause_sandboxer::process::inheritance::Inheritance::read("self")?;
+        let environment = Arc::new(Environment::new(config, driver, own, None)?);
         Ok(Self {
             controller: Controller::open(environment).await?,
             config: home.config().write_to_bytes()?,

@@ -16,7 +16,7 @@ mod mounts;
 mod shims;
 mod smoke;
 
-pub use shims::examine as shims;
+pub use shims::{examine as shims, inheritance};
 
 /// Examines the node, in the order in which problems must be solved.
 pub async fn run(config: &Config) -> Vec<Finding> {

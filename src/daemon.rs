@@ -16,6 +16,7 @@ use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::pause::native::Native;
 use pause_sandboxer::podsandbox::{Environment, selinux};
+use pause_sandboxer::process::inheritance::Inheritance;
 use pause_sandboxer::shim::own::OwnShim;
 use pause_sandboxer::{gc, logging, metrics_http, pool, process, wire};
 use sd_notify::NotifyState;
@@ -49,10 +50,11 @@ pub(crate) fn serve(config: &Config, settings: &ServeOptions) -> Result<(), Step
         let error = io::Error::new(io::ErrorKind::PermissionDenied, "needs root");
         return Err(StepError::new("serve", error));
     }
+    let own = Inheritance::read("self")?;
     // Files that pods read get their modes whatever umask was inherited.
     umask(Mode::from_bits_truncate(0o022));
     process::take_signals().step("reset signals")?;
-    let open_files = raise_open_files();
+    raise_open_files();
     process::share_heaps();
     let _lock = state_dir::open(&config.state_dir)?;
     state_dir::refuse_moved(&config.socket, &config.state_dir)?;
@@ -67,25 +69,25 @@ pub(crate) fn serve(config: &Config, settings: &ServeOptions) -> Result<(), Step
         .enable_all()
         .build()
         .step("make the runtime")?;
-    let result = runtime.block_on(run(config, settings, open_files, timeout));
+    let result = runtime.block_on(run(config, settings, own, timeout));
     // The next daemon resumes what is still blocked, such as the retry of a cleanup.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }
 
-/// Builds the daemon, then supervises it until its end. `open_files` is the limit that shims get,
-/// `timeout` that of the watchdog.
+/// Builds the daemon, then supervises it until its end. `own` is what it was started
+/// with, `timeout` that of the watchdog.
 async fn run(
     config: &Config,
     settings: &ServeOptions,
-    open_files: Option<u64>,
+    own: Inheritance,
     timeout: Duration,
 ) -> Result<(), StepError> {
     let mut signals = Signals::watch()?;
     let state_dir = config.state_dir.display().to_string();
     log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = state_dir; "daemon starts");
     notify(&[NotifyState::Status("recovering")]);
-    let environment = environment(config, open_files)?;
+    let environment = environment(config, own)?;
     // Before the recovery: containerd gives its first connection one second, while calls wait.
     let (grpc, ttrpc) = listen(config)?;
     state_dir::note(&config.socket, &config.state_dir);
@@ -128,7 +130,7 @@ async fn run(
 }
 
 /// Opens the state that all sandboxes share.
-fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environment>, StepError> {
+fn environment(config: &Config, own: Inheritance) -> Result<Arc<Environment>, StepError> {
     let driver = Arc::new(Native::new()?.for_state_dir(&config.state_dir));
     let labelled = selinux::executable(config)
         .and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
@@ -136,7 +138,7 @@ fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environme
         // Only new pods need the label; living ones must be recovered in any case.
         log::error!("failed to label pause program; pods with SELinux labels may not start: {e}");
     }
-    Environment::new(config.clone(), driver, open_files, own_shim(config)).map(Arc::new)
+    Environment::new(config.clone(), driver, own, own_shim(config)).map(Arc::new)
 }
 
 /// This project's own shim. It is opened even if new pods do not get it: pods of an earlier daemon
@@ -300,13 +302,12 @@ fn log_panics() {
 }
 
 /// Raises the limit of open files to the hard limit, as each sandbox holds a pidfd and each client
-/// a socket; the limit before.
-fn raise_open_files() -> Option<u64> {
+/// a socket.
+fn raise_open_files() {
     let limits = getrlimit(Resource::RLIMIT_NOFILE);
     if let Err(e) = limits.and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard)) {
         log::warn!(error = e.desc(); "failed to raise open file limit");
     }
-    limits.ok().map(|(soft, _)| soft)
 }
 
 /// The gRPC and the ttrpc listener: those passed by the service manager, matched by path, or new

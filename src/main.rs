@@ -19,6 +19,7 @@ use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::oci_image;
 use pause_sandboxer::pause::binary::{PROGRAM, SELFTEST};
 use pause_sandboxer::selftest::{self, Selftest};
+use pause_sandboxer::shim;
 
 mod daemon;
 
@@ -56,9 +57,15 @@ impl From<client::ClientError> for CommandFailure {
 }
 
 fn main() -> ExitCode {
-    let done = match Cli::parse().command {
-        Command::Serve(options) => serve(&options),
-        command => block_on(run(command)),
+    let done = match shim::containerd::report(std::env::args_os().skip(1)) {
+        Some(report) => report.map_err(Into::into).and_then(|bytes| {
+            print(&bytes)?;
+            Ok(ExitCode::SUCCESS)
+        }),
+        None => match Cli::parse().command {
+            Command::Serve(options) => serve(&options),
+            command => block_on(run(command)),
+        },
     };
     done.unwrap_or_else(|CommandFailure { reason, status }| {
         // There is no other place for the reason if standard error is closed.
@@ -123,7 +130,7 @@ async fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
     let subject = subject(&options.node)?;
     let own = DaemonFindings {
         first: pause_sandboxer::check::run(&subject.config).await,
-        shims: &|runtimes| pause_sandboxer::check::shims(runtimes, &subject.config),
+        shims: &|runtimes| Box::pin(pause_sandboxer::check::shims(runtimes, &subject.config)),
     };
     let findings = check::run(&subject, own).await;
     print(&match options.output {
@@ -164,7 +171,10 @@ async fn enable(options: &cli::Enable) -> Result<(), CommandFailure> {
         default: options.default,
         offline: options.offline,
     };
-    enable::enable(&wanted, &mut say).await.map_err(|e| e.to_string().into())
+    enable::enable(&wanted, &mut say).await.map_err(|e| e.to_string())?;
+    let inherited = pause_sandboxer::check::inheritance(&wanted.change.subject.config).await;
+    inherited.iter().filter(|finding| finding.level != Level::Ok).for_each(|f| say(f.to_string()));
+    Ok(())
 }
 
 async fn disable(options: &cli::Disable) -> Result<ExitCode, CommandFailure> {
@@ -228,9 +238,9 @@ fn pretty(value: &serde_json::Value) -> String {
 }
 
 /// Writes to standard output; does not panic if the reader, such as `head`, has exited.
-fn print(text: &str) -> Result<(), String> {
+fn print(text: &(impl AsRef<[u8]> + ?Sized)) -> Result<(), String> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())
+    out.write_all(text.as_ref())
         .and_then(|()| out.flush())
         .map_err(|e| format!("write to standard output: {e}"))
 }

@@ -171,7 +171,7 @@ Settings that containerd also has must be equal there; `pause-sandboxer check` c
 the daemon decides by itself has no setting: pods' cgroups are systemd scopes if kubelet names a
 slice and systemd is the init system, and directories otherwise; calls are for containerd's
 namespace `k8s.io`, which CRI uses; a sandbox that is created but not started is removed after an
-hour; the runtime's shim is found as containerd finds it, in PATH or next to containerd.
+hour; the runtime's shim is found as containerd finds it, in containerd's PATH or beside containerd.
 
 <!-- The rest of this page is generated from the fields of `Config`:
 UPDATE_DOCS=1 cargo test --test docs -->

@@ -1,31 +1,134 @@
-//! Whether the shims of the handlers that name this sandboxer are there.
+//! The shims and OCI runtimes of the handlers that name this sandboxer: whether they are there, and
+//! what they inherit.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
 
-use node::check::Finding;
+use node::check::{Finding, HandlerRuntime};
+use tokio::process::Command;
+use tokio::time::timeout;
 
 use crate::config::{Config, ShimOwner};
 use crate::error::StepError;
-use crate::shim;
+use crate::process::inheritance::Inheritance;
+use crate::shim::containerd;
 use crate::shim::own::{self, OwnShim};
+use crate::shim::resolve::find_binary;
 
 const SUBJECT: &str = "shim";
+const RUNTIME: &str = "OCI runtime";
+const INHERITED: &str = "inherited";
 
 /// Name of the daemon's program.
 const NAME: &str = "pause-sandboxer";
 
-/// Examines the shims of these runtimes.
-pub fn examine(kinds: &[&str], config: &Config) -> Vec<Finding> {
-    let serves = |kind: &&str| own::serves(kind);
-    let own = (config.shim == ShimOwner::Own && kinds.iter().any(serves)).then(|| open_own(config));
+/// How long a runtime may take to print its version.
+const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Examines the shims and the OCI runtimes of these handlers, and what both inherit.
+pub async fn examine(runtimes: Vec<HandlerRuntime>, config: &Config) -> Vec<Finding> {
+    let (mut findings, inheritance) = match inherited(config).await {
+        Ok(found) => found,
+        Err(finding) => return vec![finding],
+    };
+    let kinds: BTreeSet<&str> = runtimes.iter().map(|runtime| runtime.kind.as_str()).collect();
+    let serves = |kind: &str| own::serves(kind);
+    let own = (config.shim == ShimOwner::Own && kinds.iter().any(|kind| serves(kind)))
+        .then(|| open_own(config));
     let has_own = matches!(own, Some(Ok(_)));
-    let mut findings: Vec<Finding> = own.into_iter().map(own_shim).collect();
-    let path = shim::path();
-    findings.extend(kinds.iter().map(|kind| {
-        match shim::resolve::find_binary(kind, &path, &config.containerd_address) {
-            Ok(found) => Finding::ok(SUBJECT, format!("of {kind}: {}", found.display())),
-            Err(step) => missing(kind, &step, has_own && serves(kind)),
+    findings.extend(own.map(own_shim));
+    findings.extend(kinds.iter().map(|kind| match find_binary(kind, &inheritance) {
+        Ok(found) => Finding::ok(SUBJECT, format!("of {kind}: {}", found.display())),
+        Err(step) => missing(kind, &step, has_own && serves(kind)),
+    }));
+    for runtime in runtimes.iter().filter(|runtime| serves(&runtime.kind)) {
+        findings.push(oci_runtime(&runtime.binary, &inheritance).await);
+    }
+    findings
+}
+
+/// Executes an OCI runtime as a shim does: by the `PATH` of containerd's children.
+async fn oci_runtime(binary: &str, inheritance: &Inheritance) -> Finding {
+    let binary = if binary.is_empty() { "runc" } else { binary };
+    let mut command = Command::new(binary);
+    command.arg("--version").env_clear().envs(inheritance.variables()).kill_on_drop(true);
+    let output = timeout(VERSION_TIMEOUT, command.stdin(Stdio::null()).output()).await;
+    let reason = match output {
+        Ok(Ok(output)) if output.status.success() => {
+            let printed = String::from_utf8_lossy(&output.stdout);
+            let version = printed.lines().next().unwrap_or_default();
+            return Finding::ok(RUNTIME, format!("{binary}: {version}"));
         }
+        Ok(Ok(output)) => output.status.to_string(),
+        Ok(Err(e)) => e.to_string(),
+        Err(late) => late.to_string(),
+    };
+    let path = inheritance.path();
+    Finding::fail(
+        RUNTIME,
+        format!("{binary} --version: {reason}, with PATH={}", path.display()),
+        "install it in a directory of that PATH, or set BinaryName of the runtime handler to its \
+         path",
+    )
+}
+
+/// The findings about what shims, and so containers, inherit, and what that is.
+///
+/// # Errors
+/// The finding that `/proc` cannot be read.
+async fn inherited(config: &Config) -> Result<(Vec<Finding>, Inheritance), Finding> {
+    let read = |process: &str| {
+        let failed =
+            |step: StepError| Finding::fail(INHERITED, step.to_string(), "mount /proc as usual");
+        Inheritance::read(process).map_err(failed)
+    };
+    let daemon = running_daemon(config).map(|(pid, _)| pid.to_string());
+    let own = read(daemon.as_deref().unwrap_or("self"))?;
+    let asked =
+        containerd::ask(&config.containerd_address).await.map(|(_, inheritance)| inheritance);
+    let findings = compare(&asked, &own);
+    Ok((findings, asked.or_else(|_| read("self").map(containerd::substitute))?))
+}
+
+/// The findings about what shims, and so containers, inherit.
+pub async fn inheritance(config: &Config) -> Vec<Finding> {
+    inherited(config).await.map_or_else(|finding| vec![finding], |(findings, _)| findings)
+}
+
+/// Compares what children of containerd inherit with the daemon's own attributes.
+fn compare(asked: &Result<Inheritance, StepError>, own: &Inheritance) -> Vec<Finding> {
+    let theirs = match asked {
+        Ok(theirs) => theirs,
+        Err(step) => {
+            return vec![Finding::warn(
+                INHERITED,
+                format!("{step}, so shims get limits and PATH of the daemon"),
+                "if containerd runs, read its log",
+            )];
+        }
+    };
+    let beyond = theirs.limits_beyond(own).join(" ");
+    let mut findings = vec![if beyond.is_empty() {
+        Finding::ok(INHERITED, "shims get the limits and the environment of containerd")
+    } else {
+        Finding::warn(
+            INHERITED,
+            format!(
+                "the daemon cannot give containers the limits of containerd: {beyond} is higher \
+                 there, and the daemon has no CAP_SYS_RESOURCE"
+            ),
+            "grant CAP_SYS_RESOURCE to the daemon, or set these limits in its unit as in that of \
+             containerd",
+        )
+    }];
+    findings.extend(theirs.differences(own).into_iter().map(|(name, theirs, own)| {
+        Finding::warn(
+            INHERITED,
+            format!("{name} is {theirs} for children of containerd, {own} for those of the daemon"),
+            "set the same in the units of both; docs/security.md lists the options",
+        )
     }));
     findings
 }
@@ -47,13 +150,13 @@ fn missing(kind: &str, step: &StepError, is_served: bool) -> Finding {
 /// Opens the own shim as the daemon does: beside the program that runs, or else beside this one.
 fn open_own(config: &Config) -> Result<OwnShim, StepError> {
     match running_daemon(config) {
-        Some(program) => OwnShim::open(program.with_file_name(own::NAME)),
+        Some((_, program)) => OwnShim::open(program.with_file_name(own::NAME)),
         None => OwnShim::open_beside(),
     }
 }
 
-/// The program of the daemon that holds the lock of the state directory.
-fn running_daemon(config: &Config) -> Option<PathBuf> {
+/// Pid and program of the daemon that holds the lock of the state directory.
+fn running_daemon(config: &Config) -> Option<(u32, PathBuf)> {
     let holder = std::fs::read_to_string(config.state_dir.join("lock")).ok()?;
     let holder: u32 = holder.trim().parse().ok()?;
     let program = std::fs::read_link(format!("/proc/{holder}/exe")).ok()?;
@@ -63,7 +166,7 @@ fn running_daemon(config: &Config) -> Option<PathBuf> {
     // The pid of a killed daemon may have been reused.
     let own = std::env::current_exe().ok()?;
     let is_daemon = path.file_name() == own.file_name() || path.file_name() == Some(NAME.as_ref());
-    is_daemon.then(|| path.to_owned())
+    is_daemon.then(|| (holder, path.to_owned()))
 }
 
 /// The finding about this project's own shim, as a daemon with this program would open it.
@@ -92,7 +195,8 @@ mod tests {
         assert_eq!(running_daemon(&config), None);
         let lock = |pid: u32| std::fs::write(dir.path().join("lock"), format!("{pid}\n")).unwrap();
         lock(std::process::id());
-        assert_eq!(running_daemon(&config), std::env::current_exe().ok());
+        let own = std::env::current_exe().unwrap();
+        assert_eq!(running_daemon(&config), Some((std::process::id(), own)));
         // Another program has the number of a daemon that has ended.
         let mut other = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         lock(other.id());
@@ -102,8 +206,8 @@ mod tests {
         assert_eq!(found, None);
     }
 
-    #[test]
-    fn a_missing_own_shim_is_a_warning_where_pods_would_have_it() {
+    #[tokio::test]
+    async fn a_missing_own_shim_is_a_warning_where_pods_would_have_it() {
         let finding = own_shim(OwnShim::open("/no/such/shim".into()));
         assert_eq!(finding.level, Level::Warn);
         assert_eq!(
@@ -115,14 +219,31 @@ mod tests {
         let (served, lost) = (missing("a.b.v1", &step(), true), missing("a.b.v1", &step(), false));
         assert_eq!((served.level, lost.level), (Level::Warn, Level::Fail));
         assert!(lost.fact.ends_with("so no container of a.b.v1 will start"), "{lost}");
-        let about_own = |shim, kind: &str| {
+        for (shim, kind, expected) in [
+            (ShimOwner::Own, "io.containerd.runc.v2", 1),
+            (ShimOwner::Own, "io.containerd.runsc.v1", 0),
+            (ShimOwner::Runtime, "io.containerd.runc.v2", 0),
+        ] {
             let config = Config { shim, ..Config::default() };
+            let runtime = HandlerRuntime { kind: kind.to_owned(), binary: "true".to_owned() };
             // No shim is beside the program of this test.
-            let findings = examine(&[kind], &config);
-            findings.iter().filter(|finding| finding.fact.contains(own::NAME)).count()
-        };
-        assert_eq!(about_own(ShimOwner::Own, "io.containerd.runc.v2"), 1);
-        assert_eq!(about_own(ShimOwner::Own, "io.containerd.runsc.v1"), 0);
-        assert_eq!(about_own(ShimOwner::Runtime, "io.containerd.runc.v2"), 0);
+            let findings = examine(vec![runtime], &config).await;
+            let about_own = |finding: &&Finding| finding.fact.contains(own::NAME);
+            assert_eq!(findings.iter().filter(about_own).count(), expected, "{shim:?} {kind}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_runtime_is_executed_by_the_path_of_containerd() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("runc-of-this-test");
+        kit::write_program(&program, b"#!/bin/sh\necho version 7\necho more\n").unwrap();
+        let mut inheritance = Inheritance::read("self").unwrap();
+        let name = "runc-of-this-test";
+        let missing = oci_runtime(name, &inheritance).await;
+        assert_eq!(missing.level, Level::Fail, "{missing}");
+        inheritance.environment = vec![format!("PATH={}", dir.path().display()).into()];
+        let found = oci_runtime(name, &inheritance).await;
+        assert_eq!(found, Finding::ok(RUNTIME, "runc-of-this-test: version 7"));
     }
 }

@@ -13,6 +13,7 @@ use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::mounts::Mounts;
 use crate::pause::Driver;
+use crate::process::inheritance::Inheritance;
 use crate::shim::own::OwnShim;
 use crate::shim::{self, Shims};
 use crate::telemetry::Telemetry;
@@ -54,15 +55,15 @@ impl Environment {
         SandboxFiles::new(&self.layout, id)
     }
 
-    /// Settings and driver with the endpoints that go with them. `open_files` is the soft
-    /// limit that shims get, `own_shim` this project's own shim, if it can be used.
+    /// Settings and driver with the endpoints that go with them. `own` is what the
+    /// daemon was started with, `own_shim` this project's own shim, if it can be used.
     ///
     /// # Errors
     /// The boot id cannot be read.
     pub fn new(
         config: Config,
         driver: Arc<dyn Driver>,
-        open_files: Option<u64>,
+        own: Inheritance,
         own_shim: Option<OwnShim>,
     ) -> Result<Self, StepError> {
         let layout = Arc::new(Layout::new(&config));
@@ -71,7 +72,7 @@ impl Environment {
             containerd_state: config.containerd_state.clone(),
             state_dir: config.state_dir.clone(),
             sandboxes: layout.records.clone(),
-            open_files,
+            own,
             environment: config
                 .shim_env
                 .iter()

@@ -17,6 +17,7 @@ pub(crate) mod deadline;
 pub mod fuzzing;
 pub mod handle;
 pub(crate) mod identity;
+pub mod inheritance;
 pub mod killed;
 pub(crate) mod memory;
 pub(crate) mod pidfd;

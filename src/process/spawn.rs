@@ -8,7 +8,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,6 +16,7 @@ use process_identity::{device_and_inode, is_no_such_process};
 use rustix::process::getpid;
 use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 
+use super::inheritance::Inheritance;
 use super::pidfd::{self, PidfdProcess, Reaper};
 use super::report::ChildReport;
 use super::{Adoption, Identity, Process, handle, identity};
@@ -43,6 +43,8 @@ pub struct Launch<'a> {
     pub arguments: &'a [OsString],
     /// Its environment, `NAME=value`; nothing is added.
     pub environment: &'a [OsString],
+    /// Its limits and umask.
+    pub inheritance: &'a Inheritance,
     /// It gets a core scheduling domain of its own, which those that it starts inherit.
     pub core_domain: bool,
     /// Its working directory.
@@ -80,21 +82,18 @@ impl Program<'_> {
 #[derive(Debug)]
 pub struct Launcher {
     boot_id: Arc<str>,
-    open_files: Option<u64>,
     common: Arc<Reaper>,
     deadline: Deadline,
 }
 
 impl Launcher {
-    /// `open_files` is the soft limit that launched processes get, for a daemon that has raised its
-    /// own; containers inherit it from their shim. Without, they get the daemon's.
+    /// A launcher without processes.
     ///
     /// # Errors
     /// The boot id cannot be read.
-    pub fn new(open_files: Option<u64>) -> Result<Self, StepError> {
+    pub fn new() -> Result<Self, StepError> {
         Ok(Self {
             boot_id: identity::boot_id()?,
-            open_files,
             common: Reaper::new(None),
             deadline: Deadline::new(None),
         })
@@ -135,7 +134,8 @@ impl Launcher {
             socket: launch.socket,
             null: null.as_fd(),
             errors: launch.errors.unwrap_or(null.as_fd()),
-            open_files: self.open_files,
+            limits: launch.inheritance.limits.by_resource(),
+            umask: launch.inheritance.umask,
             core_domain: launch.core_domain,
         };
         let how =
@@ -250,14 +250,6 @@ impl Launcher {
     }
 }
 
-/// Gives the program of a command the soft limit of open files that the daemon was started with,
-/// where it has raised its own: containers inherit it from whatever starts them.
-pub fn limit_open_files(command: &mut Command, soft: Option<u64>) {
-    if let Some(soft) = soft {
-        sys::limit_open_files_of(command, soft);
-    }
-}
-
 /// Whether the process works in the directory that has this name and this device and inode: its
 /// path may lead through links. A process that has ended meanwhile does not.
 fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
@@ -300,7 +292,7 @@ const STEPS: [&str; 6] = [
     "prepare process",
     "hand over the socket",
     "enter working directory",
-    "limit open files",
+    "set resource limits",
     "make core scheduling domain",
     EXECUTE,
 ];
@@ -319,7 +311,8 @@ struct SpawnWork<'a> {
     socket: BorrowedFd<'a>,
     null: BorrowedFd<'a>,
     errors: BorrowedFd<'a>,
-    open_files: Option<u64>,
+    limits: sys::Limits,
+    umask: u32,
     core_domain: bool,
 }
 
@@ -348,9 +341,7 @@ fn become_program(work: &SpawnWork<'_>) -> Result<(), Errno> {
     work.report.enter(2);
     rustix::process::chdir(work.directory)?;
     work.report.enter(3);
-    if let Some(soft) = work.open_files {
-        sys::limit_open_files(soft)?;
-    }
+    sys::inherit(&work.limits, work.umask)?;
     work.report.enter(4);
     if work.core_domain {
         create_core_scheduling_cookie(getpid(), CoreSchedulingScope::ThreadGroup)?;

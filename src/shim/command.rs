@@ -18,7 +18,7 @@ use tokio::sync::Semaphore;
 use super::ShimSettings;
 use crate::config::CONTAINERD_NAMESPACE;
 use crate::error::{IoContext as _, StepError};
-use crate::process::spawn::limit_open_files;
+use crate::process::inheritance::Inheritance;
 
 /// How long a call may take.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -31,11 +31,8 @@ static DELETIONS: Semaphore = Semaphore::const_new(AT_ONCE);
 /// How much a call may write; bytes.
 const MOST: u64 = 64 << 10;
 
-/// Where programs are on a node whose service manager names no more.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-
-/// The daemon's own dealings with its service manager, which are no shim's.
-const OWN: [&str; 9] = [
+/// containerd's own dealings with its service manager, which are no shim's.
+const OWN: [&str; 8] = [
     "NOTIFY_SOCKET",
     "WATCHDOG_PID",
     "WATCHDOG_USEC",
@@ -44,56 +41,26 @@ const OWN: [&str; 9] = [
     "LISTEN_FDNAMES",
     "INVOCATION_ID",
     "JOURNAL_STREAM",
-    "PATH",
 ];
-
-/// Where shims and the runtimes that they call are looked for: the daemon's PATH, and what usually
-/// belongs there.
-pub fn path() -> String {
-    let mut path = std::env::var("PATH").unwrap_or_default();
-    for dir in PATH.split(':') {
-        if !path.split(':').any(|listed| listed == dir) {
-            if !path.is_empty() {
-                path.push(':');
-            }
-            path.push_str(dir);
-        }
-    }
-    path
-}
 
 /// What asks for a core scheduling domain, if it is not empty (containerd's `SCHED_CORE`).
 const CORE_DOMAIN: &str = "SCHED_CORE";
 
-/// Whose environment a shim gets, before what containerd adds and what an operator has set.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Inherited {
-    /// The daemon's, as shims of other runtimes have that of containerd.
-    Daemon,
-    /// None. The own shim passes its environment on to the runtime and to the hooks of containers,
-    /// which could read what only the daemon is to know, such as the password of a proxy.
-    Nothing,
-}
-
-/// The environment of a shim: what it inherits, what containerd adds (`pkg/shim.Command`), and what
-/// an operator has set.
+/// The environment of a shim: what it inherits of containerd, what containerd adds
+/// (`pkg/shim.Command`), and what an operator has set.
 fn environment(
     settings: &ShimSettings,
-    inherited: Inherited,
+    inheritance: &Inheritance,
     threads: &str,
 ) -> BTreeMap<OsString, OsString> {
     let protocol = [
-        ("PATH", path()),
         ("TTRPC_ADDRESS", settings.containerd_ttrpc()),
         ("GRPC_ADDRESS", settings.containerd_address.display().to_string()),
         ("NAMESPACE", CONTAINERD_NAMESPACE.to_owned()),
         ("MAX_SHIM_VERSION", "2".to_owned()),
         ("GOMAXPROCS", threads.to_owned()),
     ];
-    let mut environment: BTreeMap<OsString, OsString> = match inherited {
-        Inherited::Daemon => std::env::vars_os().collect(),
-        Inherited::Nothing => BTreeMap::new(),
-    };
+    let mut environment: BTreeMap<OsString, OsString> = inheritance.variables().collect();
     environment.retain(|name, _| OWN.iter().all(|own| name != own));
     environment.extend(protocol.map(|(name, value)| (name.into(), value.into())));
     environment
@@ -127,11 +94,11 @@ pub fn server_arguments(settings: &ShimSettings, id: &str) -> Vec<OsString> {
 /// The environment of a shim's server, `NAME=value`.
 pub fn server_environment(
     settings: &ShimSettings,
-    inherited: Inherited,
+    inheritance: &Inheritance,
     id: &str,
 ) -> Vec<OsString> {
     const SERVICE: &str = "OTEL_SERVICE_NAME";
-    let mut environment = environment(settings, inherited, "4");
+    let mut environment = environment(settings, inheritance, "4");
     if !settings.environment.contains_key(SERVICE) {
         environment.insert(SERVICE.into(), format!("containerd-shim-{id}").into());
     }
@@ -149,7 +116,7 @@ pub fn server_environment(
 /// It cannot be run, fails, or does not end in time.
 pub async fn delete(
     settings: &ShimSettings,
-    (binary, inherited): (&Path, Inherited),
+    (binary, inheritance): (&Path, &Inheritance),
     id: &str,
     bundle: &Path,
 ) -> Result<(), StepError> {
@@ -162,21 +129,21 @@ pub async fn delete(
         .arg("delete")
         .current_dir(bundle)
         .env_clear()
-        .envs(environment(settings, inherited, "2"));
+        .envs(environment(settings, inheritance, "2"));
     // Never closed.
     let _permit = DELETIONS.acquire().await;
-    call("delete container of dead shim", bundle, command, settings.open_files).await
+    call("delete container of dead shim", bundle, command, inheritance).await
 }
 
-/// Runs a command to its end, with the soft limit of open files that shims get.
+/// Runs a command to its end, with the limits and the umask that shims get.
 async fn call(
     what: &'static str,
     subject: &Path,
     mut command: Command,
-    open_files: Option<u64>,
+    inheritance: &Inheritance,
 ) -> Result<(), StepError> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
-    limit_open_files(command.as_std_mut(), open_files);
+    inheritance.give_to(command.as_std_mut());
     let mut child = KillGroupOnDrop(command.spawn().step_at(what, subject)?);
     let errors = child.0.stderr.take();
     let all = async {
@@ -242,12 +209,12 @@ mod tests {
             containerd_state: "/state".into(),
             state_dir: "/own".into(),
             sandboxes: "/own/sandboxes".into(),
-            open_files: None,
+            own: Inheritance::read("self").unwrap(),
             environment: variables.iter().cloned().collect(),
             own_shim: None,
         };
         let server = |variables: &[(String, String)]| {
-            server_environment(&settings(variables), Inherited::Daemon, "pod")
+            server_environment(&settings(variables), &Inheritance::read("self").unwrap(), "pod")
         };
         let own = server(&[]);
         assert!(!has_core_domain(&own), "{own:?}");
@@ -272,7 +239,8 @@ mod tests {
     async fn shell(script: &str) -> Result<(), String> {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", script]);
-        call("call", Path::new("/bundle"), command, Some(77)).await.map_err(|e| e.to_string())
+        let own = Inheritance::read("self").unwrap();
+        call("call", Path::new("/bundle"), command, &own).await.map_err(|e| e.to_string())
     }
 
     #[tokio::test]
@@ -282,11 +250,6 @@ mod tests {
         assert_eq!(error, "call /bundle: exit status: 7: why");
         let error = shell("yes >&2").await.unwrap_err();
         assert!(error.contains("wrote more than"), "{error}");
-    }
-
-    #[tokio::test]
-    async fn a_call_has_the_limit_of_open_files_that_the_daemon_was_started_with() {
-        assert_eq!(shell("[ $(ulimit -Sn) = 77 ]").await, Ok(()));
     }
 
     #[tokio::test(start_paused = true)]
@@ -313,15 +276,6 @@ mod tests {
         assert_eq!(pids.split_whitespace().count(), 2, "{pids}");
         while !pids.split_whitespace().all(gone) {
             tokio::task::yield_now().await;
-        }
-    }
-
-    #[test]
-    fn path_has_each_directory_once() {
-        let path = path();
-        let dirs: Vec<&str> = path.split(':').collect();
-        for dir in PATH.split(':') {
-            assert_eq!(dirs.iter().filter(|listed| **listed == dir).count(), 1, "{path}");
         }
     }
 }

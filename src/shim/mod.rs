@@ -6,6 +6,7 @@
 
 mod bundle;
 mod command;
+pub mod containerd;
 mod containers;
 mod endpoint;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -32,12 +33,13 @@ use sha2::{Digest as _, Sha256};
 use crate::config::CONTAINERD_NAMESPACE;
 use crate::error::{IoContext as _, StepError, gone};
 use crate::process::handle::NamespaceHandle;
+use crate::process::inheritance::Inheritance;
 use crate::process::spawn::Launcher;
 
+use containerd::Containerd;
 use own::OwnShim;
 use runtime::Runtimes;
 
-pub use command::path;
 pub use endpoint::Endpoint;
 pub use runtime::Runtime;
 pub use task::PauseRefused;
@@ -56,9 +58,8 @@ pub struct ShimSettings {
     pub state_dir: PathBuf,
     /// Directory of the sandboxes' own directories.
     pub sandboxes: PathBuf,
-    /// The soft limit of open files that shims get, and containers from them; without, the
-    /// daemon's.
-    pub open_files: Option<u64>,
+    /// What the daemon was started with.
+    pub own: Inheritance,
     /// Variables that an operator has set for shims.
     pub environment: BTreeMap<String, String>,
     /// This project's own shim, if it can be used.
@@ -74,11 +75,6 @@ impl ShimSettings {
     /// Where containerd has the bundles of its tasks.
     fn tasks(&self) -> PathBuf {
         self.containerd_state.join("io.containerd.runtime.v2.task").join(CONTAINERD_NAMESPACE)
-    }
-
-    /// The shim of a runtime.
-    fn binary(&self, runtime: &str) -> Result<PathBuf, StepError> {
-        resolve::find_binary(runtime, &command::path(), &self.containerd_address)
     }
 
     /// The socket of a pod's endpoint. Its name is a hash: an id under a long directory would not
@@ -106,6 +102,7 @@ pub const SOCKET_SUFFIX: usize = 1 + SOCKETS.len() + 1 + SOCKET_NAME + bundle::N
 pub struct Shims {
     settings: ShimSettings,
     launcher: Launcher,
+    containerd: Containerd,
     runtimes: Runtimes,
 }
 
@@ -116,7 +113,8 @@ impl Shims {
     /// The boot id cannot be read.
     pub fn new(settings: ShimSettings) -> Result<Self, StepError> {
         Ok(Self {
-            launcher: Launcher::new(settings.open_files)?,
+            launcher: Launcher::new()?,
+            containerd: Containerd::new(settings.containerd_address.clone(), settings.own.clone()),
             settings,
             runtimes: Runtimes::default(),
         })

@@ -11,16 +11,24 @@ use crate::error::{IoContext as _, StepError};
 /// Highest `oom_score_adj` (proc_pid_oom_score_adj(5)).
 const HIGHEST: i32 = 1000;
 
-/// Makes the kernel prefer the shim to the daemon, by one (containerd `pkg/shim.AdjustOOMScore`).
+/// Makes the kernel prefer the shim to containerd, whose score is `parent`, by one (containerd
+/// `pkg/shim.AdjustOOMScore`). If the daemon must not lower its own score so far, the shim's is one
+/// above the daemon's.
 ///
 /// # Errors
 /// The failed step.
-pub fn raise_oom_score(pid: u32) -> Result<(), StepError> {
+pub fn raise_oom_score(pid: u32, parent: i32) -> Result<(), StepError> {
     const OWN: &str = "/proc/self/oom_score_adj";
-    let own = fs::read_to_string(OWN).step_at("read", OWN)?;
-    let own: i32 = own.trim().parse().map_err(io::Error::other).step_at("read", OWN)?;
     let path = format!("/proc/{pid}/oom_score_adj");
-    ended(fs::write(&path, (own + 1).min(HIGHEST).to_string())).step_at("write oom score", path)
+    let write = |parent: i32| ended(fs::write(&path, (parent + 1).min(HIGHEST).to_string()));
+    match write(parent) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+            let own = fs::read_to_string(OWN).step_at("read", OWN)?;
+            write(own.trim().parse().map_err(io::Error::other).step_at("read", OWN)?)
+        }
+        done => done,
+    }
+    .step_at("write oom score", &path)
 }
 
 /// Moves the shim to the cgroup that runc's options name, if they do (`ShimCgroup`).

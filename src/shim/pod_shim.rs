@@ -10,13 +10,13 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::bundle::{Bundle, Recorded};
-use super::command::Inherited;
 use super::own::OwnShim;
 use super::task::TaskError;
-use super::{Runtime, ShimSettings, Shims, command, log as shim_log, placement, task};
+use super::{Runtime, ShimSettings, Shims, command, log as shim_log, placement, resolve, task};
 use crate::error::{IoContext as _, StepError};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
+use crate::process::inheritance::Inheritance;
 use crate::process::spawn::{Launch, Program};
 use crate::process::{Adoption, Exit, Process, handle};
 
@@ -94,7 +94,7 @@ impl PodShim {
     /// # Errors
     /// There is none.
     pub(super) fn binary(&self) -> Result<PathBuf, StepError> {
-        self.settings().binary(&self.runtime.name)
+        resolve::find_binary(&self.runtime.name, &self.inheritance())
     }
 
     /// This project's own shim, if the pod has it. A daemon that has none launches the runtime's
@@ -111,9 +111,14 @@ impl PodShim {
         self.own_shim().map_or_else(|| self.binary(), |own| Ok(own.inherited_path()))
     }
 
-    /// What the shim and [`Self::cleaner`] inherit of the daemon's environment.
-    pub(super) fn inherited(&self) -> Inherited {
-        if self.own_shim().is_some() { Inherited::Nothing } else { Inherited::Daemon }
+    /// What the shim and [`Self::cleaner`] inherit, as children of containerd would.
+    pub(super) fn inheritance(&self) -> Arc<Inheritance> {
+        self.shims.containerd.inheritance()
+    }
+
+    /// Learns it again if containerd is another process than before.
+    pub(super) async fn learn_inheritance(&self) {
+        self.shims.containerd.learn().await;
     }
 
     /// Held while containers of an exited shim are cleaned up, and by the end of the endpoint
@@ -150,11 +155,13 @@ impl PodShim {
         let log = shim_log::read_log(&bundle.log(), &self.id)?;
         let errors = shim_log::writer(&bundle.log())?;
         bundle.record(Some(&Recorded::Launching))?;
-        let environment = command::server_environment(settings, self.inherited(), &self.id);
+        let inheritance = self.inheritance();
+        let environment = command::server_environment(settings, &inheritance, &self.id);
         let launched = self.shims.launcher.launch(&Launch {
             program,
             arguments: &command::server_arguments(settings, &self.id),
             environment: &environment,
+            inheritance: &inheritance,
             core_domain: command::has_core_domain(&environment),
             directory: bundle.dir(),
             socket,
@@ -181,7 +188,7 @@ impl PodShim {
 
     fn place(&self, process: &dyn Process) -> Result<(), StepError> {
         let pid = process.identity().pid;
-        placement::raise_oom_score(pid)?;
+        placement::raise_oom_score(pid, self.inheritance().oom_score_adj)?;
         placement::join_cgroup(pid, &self.runtime)
     }
 

@@ -2,33 +2,29 @@
 
 use std::io;
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
-
 use crate::error::{IoContext as _, StepError};
+use crate::process::inheritance::Inheritance;
 
 const FIND: &str = "find the shim of runtime";
 
 /// Finds the shim of `runtime` as containerd does (`ShimManager.resolveRuntimePath`): an absolute
 /// path is the shim itself; the name `….NAME.VERSION` means `containerd-shim-NAME-VERSION`, in
-/// `path` or beside containerd, which listens at `containerd`.
+/// containerd's `PATH` or beside containerd.
 ///
 /// # Errors
 /// There is none, or `runtime` is no name of one.
-pub fn find_binary(runtime: &str, path: &str, containerd: &Path) -> Result<PathBuf, StepError> {
+pub fn find_binary(runtime: &str, inheritance: &Inheritance) -> Result<PathBuf, StepError> {
     if Path::new(runtime).is_absolute() {
         return check(Path::new(runtime));
     }
     let name = name(runtime).step_at(FIND, runtime)?;
-    let listed = std::env::split_paths(path).filter(|dir| dir.is_absolute());
-    if let Some(found) = listed.map(|dir| dir.join(&name)).find(|file| executable(file)) {
-        return Ok(found);
-    }
-    let found =
-        containerd_directory(containerd).map(|dir| dir.join(&name)).filter(|file| executable(file));
-    found.ok_or_else(|| {
+    let path = inheritance.path();
+    let listed = std::env::split_paths(&path).filter(|dir| dir.is_absolute());
+    let mut files = listed.chain(inheritance.parent_directory.clone()).map(|dir| dir.join(&name));
+    files.find(|file| executable(file)).ok_or_else(|| {
+        let path = path.display();
         let reason = format!("{name} not found in PATH ({path}) or next to the containerd binary");
         StepError::at(FIND, runtime, io::Error::new(io::ErrorKind::NotFound, reason))
     })
@@ -65,18 +61,8 @@ fn executable(file: &Path) -> bool {
     check(file).is_ok()
 }
 
-/// The directory of the program that listens at containerd's socket.
-fn containerd_directory(socket: &Path) -> Option<PathBuf> {
-    let stream = UnixStream::connect(socket).ok()?;
-    let listener = getsockopt(&stream, PeerCredentials).ok()?.pid();
-    let program = std::fs::read_link(format!("/proc/{listener}/exe")).ok()?;
-    program.parent().map(Path::to_owned)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixListener;
-
     use super::*;
 
     #[test]
@@ -99,33 +85,32 @@ mod tests {
     #[test]
     fn path_is_searched_before_the_directory_of_containerd() {
         let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("s");
-        let _listener = UnixListener::bind(&socket).unwrap();
-        let ours = std::env::current_exe().unwrap();
-        let beside = ours.parent().unwrap().join("containerd-shim-besidetest-v1");
+        let beside_dir = tempfile::tempdir().unwrap();
+        let beside = beside_dir.path().join("containerd-shim-besidetest-v1");
+        let mut inheritance = Inheritance::read("self").unwrap();
+        inheritance.environment = vec![format!("PATH={}", dir.path().display()).into()];
+        inheritance.parent_directory = Some(beside_dir.path().to_owned());
         let put = |file: &Path, mode| {
             std::fs::write(file, "").unwrap();
             std::fs::set_permissions(file, std::fs::Permissions::from_mode(mode)).unwrap();
         };
         let runtime = "x.besidetest.v1";
-        let path = dir.path().to_str().unwrap();
-        let error = find_binary(runtime, path, &socket).unwrap_err().to_string();
+        let error = find_binary(runtime, &inheritance).unwrap_err().to_string();
         assert!(
             error.contains(runtime)
                 && error.contains("containerd-shim-besidetest-v1 not found in PATH"),
             "{error}"
         );
         put(&beside, 0o755);
-        let found = find_binary(runtime, path, &socket);
+        let found = find_binary(runtime, &inheritance);
         let listed = dir.path().join("containerd-shim-besidetest-v1");
         put(&listed, 0o644);
-        let refused = find_binary(runtime, path, &socket);
+        let refused = find_binary(runtime, &inheritance);
         put(&listed, 0o755);
-        let first = find_binary(runtime, path, &socket);
-        std::fs::remove_file(&beside).unwrap();
+        let first = find_binary(runtime, &inheritance);
         assert_eq!(found.unwrap(), beside);
         assert_eq!(refused.unwrap(), beside);
         assert_eq!(first.unwrap(), listed);
-        assert_eq!(find_binary(listed.to_str().unwrap(), "", &socket).unwrap(), listed);
+        assert_eq!(find_binary(listed.to_str().unwrap(), &inheritance).unwrap(), listed);
     }
 }

@@ -8,8 +8,9 @@ use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::ptr;
 
+use rustix::fs::Mode;
 use rustix::io::FdFlags;
-use rustix::process::{Resource, Rlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::{Errno, Result, arg, close_range, syscall};
 
@@ -102,11 +103,14 @@ pub(crate) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> R
     close_range(kept.map_or(first, |kept| kept + 1), c_uint::MAX, 0)
 }
 
-/// Gives a program back the signals that this process blocks (all, in a child of
-/// [`super::clone_child`]) and ignores (SIGPIPE, as every Rust program does). The caller is a child
-/// with handlers of its own.
+/// Gives a program back all signals that this process blocks (all, in a child of
+/// [`super::clone_child`]) and ignores: SIGPIPE, as every Rust program does, and those that the
+/// daemon was started with. The caller is a child with handlers of its own.
 pub(crate) fn default_signals() -> Result<()> {
-    default_action(libc::SIGPIPE)?;
+    const LAST: c_int = 64;
+    for signal in (1..=LAST).filter(|signal| ![libc::SIGKILL, libc::SIGSTOP].contains(signal)) {
+        default_action(signal)?;
+    }
     sigmask(libc::SIG_SETMASK, 0, None)
 }
 
@@ -129,19 +133,34 @@ fn default_action(signal: c_int) -> Result<()> {
         .map(drop)
 }
 
-/// The soft limit of open files, which the hard limit bounds.
-pub(crate) fn limit_open_files(soft: u64) -> Result<()> {
-    let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
-    let current = Some(maximum.map_or(soft, |hard| soft.min(hard)));
-    rustix::process::setrlimit(Resource::Nofile, Rlimit { current, maximum })
+/// Number of resource limits (getrlimit(2)).
+pub(crate) const RESOURCES: usize = 16;
+
+/// All resource limits.
+pub(crate) type Limits = [(Resource, Rlimit); RESOURCES];
+
+/// Sets the resource limits and the umask of this process, which is a child. A hard limit that the
+/// system does not permit to raise stays, and bounds the soft one.
+pub(crate) fn inherit(limits: &Limits, umask: u32) -> Result<()> {
+    for (resource, wanted) in *limits {
+        match setrlimit(resource, wanted) {
+            Err(Errno::PERM) => {
+                let maximum = getrlimit(resource).maximum;
+                let soft = [wanted.current, maximum].into_iter().flatten().min();
+                setrlimit(resource, Rlimit { current: soft, maximum })?;
+            }
+            done => done?,
+        }
+    }
+    rustix::process::umask(Mode::from_bits_truncate(umask));
+    Ok(())
 }
 
-/// Has the child of a command limit its open files as [`limit_open_files`] does, before it executes
-/// the program.
-pub(crate) fn limit_open_files_of(command: &mut Command, soft: u64) {
-    // SAFETY: after the fork the closure makes two system calls on its own stack; it neither
-    // allocates nor locks.
-    unsafe { command.pre_exec(move || limit_open_files(soft).map_err(Into::into)) };
+/// Has the child of a command do as [`inherit`] does, before it executes the program.
+pub(crate) fn inherit_to(command: &mut Command, limits: Limits, umask: u32) {
+    // SAFETY: after the fork the closure makes system calls with what it owns and its own stack; it
+    // neither allocates nor locks.
+    unsafe { command.pre_exec(move || inherit(&limits, umask).map_err(Into::into)) };
 }
 
 /// Gives the thread a descriptor table of its own, without ever copying what is above `highest`.

@@ -28,8 +28,9 @@ mod memory;
 
 pub(crate) use clone::{CLONE_CLEAR_SIGHAND, Clone, ClonedChildSlot, Stack, clone_child};
 pub(crate) use exec::{
-    Pointers, close_at_execute, default_signals, duplicate_to, execute, execute_open, execute_path,
-    exit, limit_open_files, limit_open_files_of, own_signals, pointers, unshare_descriptors,
+    Limits, Pointers, RESOURCES, close_at_execute, default_signals, duplicate_to, execute,
+    execute_open, execute_path, exit, inherit, inherit_to, own_signals, pointers,
+    unshare_descriptors,
 };
 pub(crate) use memory::limit_arenas;
 pub(crate) use rustix::io::{Errno, Result};

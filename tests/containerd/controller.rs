@@ -313,6 +313,9 @@ async fn check_examines_the_containerd_that_runs(bench: Bench) -> Result<()> {
             layout.containerd_config().display()
         ),
         "ok    containerd config: runtime handlers of this sandboxer:".to_owned(),
+        // The program is in containerd's PATH, and not in that of the check.
+        "ok    OCI runtime: runc: runc version ".to_owned(),
+        "ok    inherited: shims get the limits and the environment of containerd".to_owned(),
     ] {
         ensure!(output.contains(&expected), "{expected} is missing in\n{output}");
     }

@@ -16,6 +16,7 @@ use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::pause::{Driver, Plan};
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, SandboxInfo};
+use pause_sandboxer::process::inheritance::Inheritance;
 use pause_sandboxer::process::{Adoption, Exit, Identity, Process};
 use pause_sandboxer::protos::cri::{
     LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
@@ -35,6 +36,11 @@ pub(crate) struct Orders {
     pub(crate) cannot_tell: bool,
     /// The next adoptions last until the other ends are dropped.
     pub(crate) hold_adoptions: Vec<Receiver<()>>,
+}
+
+/// What this process inherits.
+pub fn own() -> Inheritance {
+    Inheritance::read("self").unwrap()
 }
 
 /// The event after which a frozen pause can be thawed.
@@ -214,7 +220,7 @@ impl Node {
     }
 
     pub(crate) async fn controller(&self) -> Arc<Controller> {
-        let environment = Environment::new(self.config(), self.fake.clone(), None, None).unwrap();
+        let environment = Environment::new(self.config(), self.fake.clone(), own(), None).unwrap();
         Controller::open(Arc::new(environment)).await.unwrap()
     }
 

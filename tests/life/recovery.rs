@@ -10,7 +10,7 @@ use pause_sandboxer::controller::{Controller, SandboxService};
 use pause_sandboxer::podsandbox::{Environment, Error};
 use tokio::runtime::Builder;
 
-use crate::fixture::{Node, request, soon};
+use crate::fixture::{Node, own, request, soon};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
@@ -36,7 +36,7 @@ async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
     // their successors.
     let daemon = tokio::runtime::Runtime::new().unwrap();
     let environment =
-        Arc::new(Environment::new(node.config(), node.fake.clone(), None, None).unwrap());
+        Arc::new(Environment::new(node.config(), node.fake.clone(), own(), None).unwrap());
     let controller = daemon.spawn(Controller::open(environment)).await.unwrap().unwrap();
     let status = controller.status("alive", false).await.unwrap();
     assert_eq!(
@@ -155,7 +155,7 @@ fn a_recovery_without_threads_quarantines_no_record() {
     with_threads
         .block_on(async { node.controller().await.create(request("created")).await.unwrap() });
     let environment =
-        || Arc::new(Environment::new(node.config(), node.fake.clone(), None, None).unwrap());
+        || Arc::new(Environment::new(node.config(), node.fake.clone(), own(), None).unwrap());
     let failed = without_threads.block_on(Controller::open(environment())).unwrap_err();
     assert_eq!(
         failed.to_string(),

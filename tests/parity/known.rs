@@ -236,6 +236,7 @@ const KNOWN: &[Known] = &[
     known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", PAUSE_USER),
     known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE),
     known("*", "pause: open files", "3", "0", "our pause reads and writes nothing"),
+    known("*", "pause: limit of open files", "*", "*", "our pause opens no file"),
     known(
         "*",
         "pause: its root",

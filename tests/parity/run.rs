@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -34,7 +35,7 @@ pub(crate) async fn all(wanted: &Wanted) -> Result<bool> {
     let sandboxer = Some(PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer")));
     let node = Node::start(Options { sandboxer, ..Options::default() }).await?;
     with_new_runc(&node).await.context("give the node a newer runc")?;
-    node.start_sandboxer().await?;
+    node.start_sandboxer_as(with_other_attributes(&node)?).await?;
     let cases = cases::all(&node.layout().cgroup());
     wanted.check(&cases)?;
     let mut table = Table::new()?;
@@ -79,13 +80,15 @@ async fn warm_up(node: &Arc<Node>) -> Result<()> {
 }
 
 /// The machine's own runc may know no idmapped mounts, which a container in a user namespace needs.
+/// The newer one is where only containerd's own `PATH` has it.
 async fn with_new_runc(node: &Arc<Node>) -> Result<()> {
+    const NAME: &str = "runc-of-containerd";
     node.stop_containerd().await?;
+    symlink(node.parts().runc().canonicalize()?, node.layout().programs().join(NAME))?;
     let path = node.layout().containerd_config();
     let text = fs::read_to_string(&path)?;
     let root = format!("Root = \"{}/runc\"\n", node.layout().top.display());
-    let runc =
-        format!("{root}BinaryName = \"{}\"\n", node.parts().runc().canonicalize()?.display());
+    let runc = format!("{root}BinaryName = \"{NAME}\"\n");
     fs::write(&path, text.replace(&root, &runc))?;
     node.start_containerd().await
 }
@@ -109,7 +112,23 @@ async fn change(node: &Arc<Node>) -> Result<()> {
     let ours = fs::read_to_string(layout.sandboxer_config())?;
     fs::write(layout.sandboxer_config(), ours + cases::SANDBOXER)?;
     node.start_containerd().await?;
-    node.start_sandboxer().await
+    node.start_sandboxer_as(with_other_attributes(node)?).await
+}
+
+/// The sandboxer with another umask and other limits than containerd: soft ones, because a machine
+/// of tests may not permit to raise hard ones.
+fn with_other_attributes(node: &Node) -> Result<Command> {
+    const OTHER: &str = r#"umask 077; exec prlimit --as=60000000000: --core=0: --cpu=90000: \
+        --data=60000000000: --fsize=70000000000: --locks=900: --memlock=65536: \
+        --msgqueue=1000: --nofile=512: --nproc=9000: --rss=60000000000: --rttime=900000000: \
+        --sigpending=900: --stack=4194304: "$0" "$@""#;
+    let sandboxer = node.sandboxer_command()?;
+    let mut command = Command::new("sh");
+    command.args(["-c", OTHER]).arg(sandboxer.get_program()).args(sandboxer.get_args());
+    for (name, value) in sandboxer.get_envs() {
+        command.env(name, value.unwrap_or_default());
+    }
+    Ok(command)
 }
 
 /// The spec that containerd begins with, with another limit.

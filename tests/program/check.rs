@@ -89,10 +89,9 @@ fn check_reports_problems_and_sets_the_exit_status() {
     );
 }
 
-/// A service manager names the daemon fewer directories than a shell names who checks, or the other
-/// way about.
+/// A containerd that does not run does not report its `PATH`.
 #[test]
-fn check_looks_for_shims_where_the_daemon_does() {
+fn without_containerd_shims_are_looked_for_in_the_usual_directories() {
     let scratch = Scratch::new();
     let config = containerd_config(&scratch, "mine");
     let text = fs::read_to_string(&config)
@@ -101,7 +100,7 @@ fn check_looks_for_shims_where_the_daemon_does() {
     fs::write(&config, text).unwrap();
     let output = command(&scratch.flags(), &config).env("PATH", "/only").output().unwrap();
     let places = "not found in PATH \
-        (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) or next to the \
+        (/opt/containerd/bin:/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) or next to the \
         containerd binary";
     assert!(stdout(&output).contains(places), "{}", stdout(&output));
 }

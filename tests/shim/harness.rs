@@ -74,10 +74,8 @@ impl Harness {
             ..Options::default()
         })
         .await?;
-        let programs = node.layout().sandboxer_programs();
-        fs::create_dir_all(&programs)?;
         if kind != Kind::Own {
-            symlink(&shim, programs.join("containerd-shim-runc-v2"))?;
+            symlink(&shim, node.layout().programs().join("containerd-shim-runc-v2"))?;
         }
         node.start_sandboxer().await?;
         let harness = Self { node, kind, order, dir };

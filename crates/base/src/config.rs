@@ -94,10 +94,10 @@ pub struct Config {
     pub shim: ShimOwner,
     /// Environment variables for the shims that the sandboxer starts, for example
     /// `shim_env = ["SCHED_CORE=1"]`. The counterpart of containerd's `env` under
-    /// `plugins."io.containerd.shim.v1.manager"`. The own shim, with the programs that it runs and
-    /// their hooks, gets these, PATH and what containerd sets for shims; other shims also get the
-    /// daemon's environment. With SCHED_CORE each shim and its containers are in a separate core
-    /// scheduling domain; on a kernel without support no shim starts.
+    /// `plugins."io.containerd.shim.v1.manager"`. Shims, with the programs that they run and
+    /// their hooks, get these besides the environment of containerd and what containerd sets for
+    /// shims, and none of the daemon's. With SCHED_CORE each shim and its containers are in a
+    /// separate core scheduling domain; on a kernel without support no shim starts.
     #[arg(long, value_name = "NAME=VALUE", verbatim_doc_comment)]
     pub shim_env: Vec<Variable>,
     /// Record each sandbox in containerd as a container, and as a task while the pod's shim runs:

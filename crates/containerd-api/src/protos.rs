@@ -9,6 +9,7 @@
 //! | [`types`] | `containerd.types` |
 //! | [`cri`] | `runtime.v1` |
 //! | [`version`] | `containerd.services.version.v1` |
+//! | [`introspection`] | `containerd.services.introspection.v1` |
 //! | [`inspect`], [`inspect_ttrpc`] | `pause_sandboxer.v1` |
 
 #[allow(

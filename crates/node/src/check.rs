@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::pin::Pin;
 
 use base::config::Config;
 
@@ -111,8 +112,21 @@ pub struct Subject {
 pub struct DaemonFindings<'a> {
     /// Whether the daemon can work here: kernel, privileges, cgroups, mounts.
     pub first: Vec<Finding>,
-    /// Examines the shims of runtimes, such as `io.containerd.runc.v2`.
-    pub shims: &'a dyn Fn(&[&str]) -> Vec<Finding>,
+    /// Examines the shims and OCI runtimes of handlers.
+    pub shims: &'a ShimFindings<'a>,
+}
+
+/// Examines the shims and OCI runtimes of handlers.
+pub type ShimFindings<'a> =
+    dyn Fn(Vec<HandlerRuntime>) -> Pin<Box<dyn Future<Output = Vec<Finding>> + 'a>> + 'a;
+
+/// The runtime of a handler.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HandlerRuntime {
+    /// The runtime's name, such as `io.containerd.runc.v2`.
+    pub kind: String,
+    /// The OCI runtime of its options, `BinaryName`; empty: runc.
+    pub binary: String,
 }
 
 /// Examines everything, in the order in which problems must be solved.

@@ -53,7 +53,7 @@ impl<'a> FuseProgram<'a> {
         words.extend(["-t", file_system]);
         let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
         let path = runtime::find_program(program)
-            .context("the mount needs this program in the PATH of pause-sandboxer")?;
+            .context("the mount needs this program in the PATH of containerd")?;
         let null = runtime::null()?;
         let (output, writer) = OutputPipe::new()?;
         let writer = for_both_ends(&writer).context("open pipe for the output of a command")?;

@@ -1,6 +1,8 @@
 use std::os::unix::net::UnixListener;
+use std::process::Command;
 
 use super::*;
+use crate::process::inheritance::Limits;
 
 fn arguments(script: &str) -> Vec<OsString> {
     ["-c", script].map(OsString::from).to_vec()
@@ -13,10 +15,12 @@ fn launch(
     arguments: &[OsString],
 ) -> Result<Arc<dyn Process>, StepError> {
     let socket = UnixListener::bind(directory.join("s")).unwrap();
+    let inheritance = other_inheritance();
     launcher.launch(&Launch {
         program: Program::Path(Path::new(program)),
         arguments,
         environment: &["A=b".into()],
+        inheritance: &inheritance,
         core_domain: false,
         directory,
         socket: socket.as_fd(),
@@ -24,11 +28,27 @@ fn launch(
     })
 }
 
+/// The attributes of this process, with another umask, other soft limits, and a hard limit that only
+/// CAP_SYS_RESOURCE can raise.
+fn other_inheritance() -> Inheritance {
+    let mut inheritance = Inheritance::read("self").unwrap();
+    let own = std::fs::read_to_string("/proc/self/limits").unwrap();
+    let lines = own.lines().map(|line| match &line[..18] {
+        "Max open files    " => format!("{:<26}77 99", "Max open files"),
+        "Max core file size" => format!("{:<26}4096 unlimited", "Max core file size"),
+        "Max pending signal" => format!("{:<26}50 unlimited", "Max pending signals"),
+        _ => line.to_owned(),
+    });
+    inheritance.limits = Limits::parse(&lines.collect::<Vec<_>>().join("\n")).unwrap();
+    inheritance.umask = 0o137;
+    inheritance
+}
+
 /// Promise: only_files_of_root_count.
 #[tokio::test]
 async fn a_process_gets_its_socket_and_nothing_else_of_the_daemon() {
     let directory = tempfile::tempdir().unwrap();
-    let launcher = Launcher::new(Some(77)).unwrap();
+    let launcher = Launcher::new().unwrap();
     // The shell blocks signals of its own while it starts a program, so its status is read
     // before and by itself.
     let script = "exec >out; while read -r line; do echo \"$line\"; done </proc/$$/status; \
@@ -49,10 +69,16 @@ async fn a_process_gets_its_socket_and_nothing_else_of_the_daemon() {
     );
     assert!(out.contains("SigBlk:\t0000000000000000") && out.contains("A=b"), "{out}");
     let ignored = out.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
-    let ignored = u64::from_str_radix(ignored, 16).unwrap();
-    assert_eq!(ignored & (1 << (libc::SIGPIPE - 1)), 0, "{ignored:x}");
-    let limit = out.lines().find(|line| line.starts_with("Max open files")).unwrap();
-    assert_eq!(limit.split_whitespace().nth(3), Some("77"), "{limit}");
+    // SIGPIPE, and what the program that has started these tests ignores, such as signal 32.
+    assert_eq!(u64::from_str_radix(ignored, 16).unwrap(), 0, "{ignored}");
+    assert!(out.contains("Umask:\t0137"), "{out}");
+    let limit = |name: &str| {
+        let line = out.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(limit("Max open files")[..2], ["77", "99"]);
+    assert_eq!(limit("Max core file size")[0], "4096");
+    assert_eq!(limit("Max pending signals")[0], "50");
 }
 
 #[tokio::test]
@@ -67,7 +93,7 @@ async fn a_process_inherits_nothing_else_on_kernels_that_cannot_close_at_exec() 
         let launched = std::thread::spawn(move || {
             sys::filter::without_close_at_execute(errno);
             let script = "ls -l /proc/$$/fd >out; exit 3";
-            launch(&Launcher::new(None).unwrap(), &path, "/bin/sh", &arguments(script))
+            launch(&Launcher::new().unwrap(), &path, "/bin/sh", &arguments(script))
         });
         let process = launched.join().unwrap().unwrap();
         assert_eq!(process.exited().await.status, 3);
@@ -77,24 +103,18 @@ async fn a_process_inherits_nothing_else_on_kernels_that_cannot_close_at_exec() 
 }
 
 #[test]
-fn a_command_has_the_limit_of_open_files_that_it_is_given() {
-    let limit = |soft| {
-        let mut command = Command::new("/bin/sh");
-        limit_open_files(command.args(["-c", "ulimit -Sn; ulimit -Hn"]), soft);
-        String::from_utf8(command.output().unwrap().stdout).unwrap()
-    };
-    let own = limit(None);
-    let hard = own.lines().nth(1).unwrap();
-    assert_eq!(limit(Some(77)), format!("77\n{hard}\n"));
-    if hard != "unlimited" {
-        assert_eq!(limit(Some(u64::MAX)), format!("{hard}\n{hard}\n"));
-    }
+fn a_command_has_the_limits_that_it_is_given() {
+    let mut command = Command::new("/bin/sh");
+    let inheritance = other_inheritance();
+    inheritance.give_to(command.args(["-c", "ulimit -Sn; ulimit -Hn; ulimit -Sc; umask"]));
+    let output = command.output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "77\n99\n8\n0137\n");
 }
 
 #[tokio::test]
 async fn a_process_is_found_with_and_without_a_record() {
     let directory = tempfile::tempdir().unwrap();
-    let launcher = Launcher::new(None).unwrap();
+    let launcher = Launcher::new().unwrap();
     // Others on this machine may sleep as long.
     let seconds: &[OsString] = &[format!("1000.{}", std::process::id()).into()];
     let process = launch(&launcher, directory.path(), "/bin/sleep", seconds).unwrap();
@@ -129,7 +149,7 @@ async fn a_process_that_proc_hides_is_not_reported_as_dead() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let launcher = Arc::new(Launcher::new(None).unwrap());
+    let launcher = Arc::new(Launcher::new().unwrap());
     let process = launch(&launcher, directory.path(), "/bin/sleep", &["1000".into()]).unwrap();
     let look = || {
         let (launcher, identity) = (Arc::clone(&launcher), process.identity().clone());
@@ -152,7 +172,7 @@ async fn a_process_is_found_behind_a_symbolic_link() {
     std::fs::create_dir_all(real.join("same")).unwrap();
     std::fs::create_dir_all(directory.path().join("other/same")).unwrap();
     std::os::unix::fs::symlink(&real, &link).unwrap();
-    let launcher = Launcher::new(None).unwrap();
+    let launcher = Launcher::new().unwrap();
     let process = launch(&launcher, &link.join("same"), "/bin/sleep", &["1001".into()]).unwrap();
     let find = |at: &Path| launcher.find_process(&at.join("same"), &["1001".into()]).unwrap();
     while find(&real).is_none() {
@@ -175,10 +195,11 @@ fn core_cookie(pid: u32) -> u64 {
 async fn a_process_gets_a_core_scheduling_domain_on_request() {
     let directory = tempfile::tempdir().unwrap();
     let socket = UnixListener::bind(directory.path().join("s")).unwrap();
-    let launched = Launcher::new(None).unwrap().launch(&Launch {
+    let launched = Launcher::new().unwrap().launch(&Launch {
         program: Program::Path(Path::new("/bin/sleep")),
         arguments: &["1000".into()],
         environment: &[],
+        inheritance: &Inheritance::read("self").unwrap(),
         core_domain: true,
         directory: directory.path(),
         socket: socket.as_fd(),
@@ -214,10 +235,11 @@ async fn the_child_requests_the_core_scheduling_domain_for_itself() {
             let directory = tempfile::tempdir().unwrap();
             let socket = UnixListener::bind(directory.path().join("s")).unwrap();
             sys::filter::with_core_domains(std::process::id(), errno);
-            Launcher::new(None).unwrap().launch(&Launch {
+            Launcher::new().unwrap().launch(&Launch {
                 program: Program::Path(Path::new("/bin/true")),
                 arguments: &[],
                 environment: &[],
+                inheritance: &Inheritance::read("self").unwrap(),
                 core_domain,
                 directory: directory.path(),
                 socket: socket.as_fd(),
@@ -238,7 +260,7 @@ async fn the_child_requests_the_core_scheduling_domain_for_itself() {
 #[tokio::test]
 async fn a_missing_program_is_named() {
     let directory = tempfile::tempdir().unwrap();
-    let launcher = Launcher::new(None).unwrap();
+    let launcher = Launcher::new().unwrap();
     let error = launch(&launcher, directory.path(), "/no/such/shim", &[]).unwrap_err().to_string();
     assert_eq!(error, "execute /no/such/shim: No such file or directory (os error 2)");
 }

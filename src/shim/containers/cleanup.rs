@@ -218,8 +218,9 @@ impl PodShim {
         id: &str,
         bundle: Result<PathBuf, StepError>,
     ) -> Result<(), StepError> {
+        self.learn_inheritance().await;
         let program = self.cleaner()?;
-        command::delete(self.settings(), (&program, self.inherited()), id, &bundle?).await
+        command::delete(self.settings(), (&program, &self.inheritance()), id, &bundle?).await
     }
 
     /// Cleans up all containers of the pod, whose shim has exited.

@@ -20,6 +20,7 @@ impl Endpoint {
     /// Launches a shim, and returns after its exit.
     pub(super) async fn launch_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
         let launched = {
+            self.shim.learn_inheritance().await;
             let _guard = self.launch_lock.lock().await;
             self.blocking(Self::launch).await.flatten()
         };

@@ -31,7 +31,7 @@ fn make_endpoint_with(dir: &Path, binary: PathBuf) -> (Arc<Shims>, Arc<Endpoint>
         containerd_state: dir.join("state"),
         state_dir: dir.to_owned(),
         sandboxes: dir.to_owned(),
-        open_files: None,
+        own: crate::process::inheritance::Inheritance::read("self").unwrap(),
         environment: Default::default(),
         own_shim: None,
     };

@@ -56,9 +56,10 @@ impl Layout {
         self.top.join("sandboxer")
     }
 
-    /// Directory of programs that the sandboxer finds before those of its PATH; it need not exist.
-    pub fn sandboxer_programs(&self) -> PathBuf {
-        self.top.join("programs")
+    /// Directory of programs that containerd finds before those of its `PATH`
+    /// (`/opt/containerd/bin` of a node); containerd creates it.
+    pub fn programs(&self) -> PathBuf {
+        self.top.join("opt/bin")
     }
 
     /// The sandboxer's config file.

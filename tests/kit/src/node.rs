@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::mount::MsFlags;
@@ -277,12 +277,17 @@ impl Node {
     /// It does not come up; the message ends with its last lines.
     pub async fn start_containerd(&self) -> Result<()> {
         let path = std::env::var("PATH").unwrap_or_default();
-        let mut command = Command::new(self.parts.program("containerd"));
+        // systemd's soft limit of open files is below the hard one, and containerd raises its own.
+        let mut command = Command::new("prlimit");
         command
+            .arg("--nofile=4096:")
+            .arg(self.parts.program("containerd"))
             .arg("--config")
             .arg(self.layout.containerd_config())
             // Its shim, and runc, which may live in /usr/sbin.
-            .env("PATH", format!("{}:{path}:/usr/sbin:/sbin", self.parts.bin().display()));
+            .env("PATH", format!("{}:{path}:/usr/sbin:/sbin", self.parts.bin().display()))
+            // Another one in each containerd.
+            .env("KIT_OF_CONTAINERD", format!("{:?}", SystemTime::now()));
         {
             let mut slot = lock(&self.containerd);
             ensure!(slot.is_none(), "containerd is running");
@@ -341,13 +346,13 @@ impl Node {
     pub fn sandboxer_command(&self) -> Result<Command> {
         let binary =
             self.options.sandboxer.as_ref().context("this node was made without a sandboxer")?;
-        let path = std::env::var("PATH").unwrap_or_default();
         let mut command = Command::new(binary);
         command
             .arg("serve")
             .arg("--config")
             .arg(self.layout.sandboxer_config())
-            .env("PATH", format!("{}:{path}", self.layout.sandboxer_programs().display()));
+            // Shims have the environment of containerd.
+            .env("KIT_OF_SANDBOXER", "a secret");
         Ok(command)
     }
 

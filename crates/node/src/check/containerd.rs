@@ -8,7 +8,7 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::{ENABLE, Finding, Level, Subject, kubelet};
+use super::{ENABLE, Finding, HandlerRuntime, Level, ShimFindings, Subject, kubelet};
 use base::config::Config;
 use base::runtime::check_served;
 
@@ -47,10 +47,7 @@ pub(crate) const CRI_OF_2: &str = "io.containerd.grpc.v1.cri";
 const SERVER: &str = "io.containerd.server.v1.grpc";
 
 /// Examines containerd's program, socket and config.
-pub(super) async fn examine(
-    subject: &Subject,
-    shims: &dyn Fn(&[&str]) -> Vec<Finding>,
-) -> Vec<Finding> {
+pub(super) async fn examine(subject: &Subject, shims: &ShimFindings<'_>) -> Vec<Finding> {
     let address = &subject.config.containerd_address;
     let node = NodeContainerd::find(subject);
     let (version, is_containerd) = examine_program(&node.program).await;
@@ -75,7 +72,7 @@ pub(super) async fn examine(
 async fn examine_config(
     node: &NodeContainerd,
     config: &Config,
-    shims: &dyn Fn(&[&str]) -> Vec<Finding>,
+    shims: &ShimFindings<'_>,
 ) -> Vec<Finding> {
     let shown = node.file.display();
     let main = match files::Main::read(&node.file) {
@@ -105,7 +102,7 @@ async fn examine_config(
     findings.extend(node.started.and_then(|started| main.written_after(started, &node.unit)));
     findings.extend(loaded::examine(node, &all(&table, config).ours, config).await);
     findings.extend(config_findings(&table, config));
-    findings.extend(shims(&runtime_types(&ours(&table, config))));
+    findings.extend(shims(handler_runtimes(&ours(&table, config))).await);
     findings.extend(kubelet::examine(&all(&table, config)));
     findings
 }
@@ -284,10 +281,14 @@ pub(crate) fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
 }
 
 /// The runtimes of handlers, each once.
-fn runtime_types(handlers: &[(String, Table)]) -> Vec<&str> {
-    let kinds = handlers.iter().filter_map(|(_, handler)| handler.get("runtime_type")?.as_str());
-    let kinds: BTreeSet<&str> = kinds.filter(|kind| !kind.is_empty()).collect();
-    kinds.into_iter().collect()
+fn handler_runtimes(handlers: &[(String, Table)]) -> Vec<HandlerRuntime> {
+    let text = |value: Option<&Value>| value.and_then(Value::as_str).unwrap_or_default().to_owned();
+    let runtime = |(_, handler): &(String, Table)| HandlerRuntime {
+        kind: text(handler.get("runtime_type")),
+        binary: text(handler.get("options").and_then(|options| options.get("BinaryName"))),
+    };
+    let all: BTreeSet<HandlerRuntime> = handlers.iter().map(runtime).collect();
+    all.into_iter().filter(|runtime| !runtime.kind.is_empty()).collect()
 }
 
 /// All runtime handlers, with which of them name this sandboxer and which is the default.
