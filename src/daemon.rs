@@ -33,7 +33,7 @@ use watchdog::Watchdog;
 const WORKERS: usize = 2;
 
 /// Timeout of the watchdog without a service manager.
-const WATCHDOG_DEFAULT: Duration = Duration::from_secs(60);
+const WATCHDOG_DEFAULT: Duration = Duration::from_secs(15);
 
 /// Timeout of the drain: less than `TimeoutStopSec=` of the packaged unit, 30 s.
 const DRAIN: Duration = Duration::from_secs(20);

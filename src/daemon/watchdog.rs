@@ -21,7 +21,7 @@ const RESTARTED: [Class; 2] = [Class::Start, Class::Query];
 
 /// Timeouts of the watchdog for which no waiting task of a class may get a thread. Two
 /// minutes with the packaged unit: kubelet's default `runtimeRequestTimeout`.
-const MAX_STALLED: u32 = 2;
+const MAX_STALLED: u32 = 8;
 
 /// Sends the keep-alives.
 pub(super) struct Watchdog {
@@ -49,7 +49,7 @@ impl Watchdog {
         }
         let stalled = |class: &Class, longest| class.stalled() >= longest;
         let blocked: Vec<Class> =
-            Class::ALL.into_iter().filter(|class| stalled(class, self.timeout / 4)).collect();
+            Class::ALL.into_iter().filter(|class| stalled(class, self.timeout)).collect();
         if !blocked.is_empty() {
             let names: Vec<&str> = blocked.iter().map(|class| class.name()).collect();
             log::error!(threads = names.join(", "); "all threads of a class are blocked");

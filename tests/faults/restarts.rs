@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use kit::cri::api;
+use kit::machine::processes;
 use kit::{ContainerSpec, Cri, Handler, Node, Pod, PodSpec, grpc, until};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
@@ -27,6 +28,7 @@ pub(crate) fn cases() -> Vec<Case> {
     let cases = on_node![
         node_sandboxer_restarts_with_many_pods,
         node_containerd_restarts,
+        node_hung_sandboxer_is_killed,
         node_killed_in_run_pod_sandbox
     ];
     cases.into_iter().map(|case| case.within(LIMIT)).collect()
@@ -324,17 +326,8 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
         _ => {
             node.stop_containerd().await?;
             node.stop_sandboxer().await?;
-            let path = node.layout().sandboxer_socket();
-            let _ = fs::remove_file(&path);
-            // A service manager does the same: the socket exists, and the daemon gets it as
-            // descriptor 3.
-            let listener = UnixListener::bind(&path)?;
-            fcntl(&listener, FcntlArg::F_SETFD(FdFlag::empty()))?;
-            let plain = node.sandboxer_command()?;
-            let mut command = Command::new("/bin/bash");
-            let script =
-                format!("LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\" 3<&{}", listener.as_raw_fd());
-            command.args(["-c", &script, "bash"]).arg(plain.get_program()).args(plain.get_args());
+            let listener = hold_socket(node)?;
+            let command = command_with_socket(node, &listener)?;
             let boots_before = boots(node)?;
             let starting = Arc::clone(node);
             let containerd = tokio::spawn(async move { starting.start_containerd().await });
@@ -356,6 +349,85 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// Holds the sandboxer's socket as a service manager does.
+fn hold_socket(node: &Node) -> Result<UnixListener> {
+    let path = node.layout().sandboxer_socket();
+    let _ = fs::remove_file(&path);
+    let listener = UnixListener::bind(&path)?;
+    fcntl(&listener, FcntlArg::F_SETFD(FdFlag::empty()))?;
+    Ok(listener)
+}
+
+/// The sandboxer's command, which gets the socket as descriptor 3.
+fn command_with_socket(node: &Node, listener: &UnixListener) -> Result<Command> {
+    let plain = node.sandboxer_command()?;
+    let mut command = Command::new("/bin/bash");
+    let script = format!("LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\" 3<&{}", listener.as_raw_fd());
+    command.args(["-c", &script, "bash"]).arg(plain.get_program()).args(plain.get_args());
+    Ok(command)
+}
+
+/// The daemon hangs and is killed, as by the watchdog of a service manager. No pod is harmed, and no
+/// caller waits longer than the daemon hangs.
+///
+/// Promise: restart_loses_no_pod.
+async fn node_hung_sandboxer_is_killed(node: Arc<Node>) -> Result<()> {
+    /// How long it hangs.
+    const HANGS: Duration = Duration::from_secs(3);
+    /// Between its end and the next one: `RestartSec=` of the packaged unit.
+    const RESTART: Duration = Duration::from_millis(500);
+    for socket_is_held in [false, true] {
+        node.stop_sandboxer().await?;
+        let listener = socket_is_held.then(|| hold_socket(&node)).transpose()?;
+        let command = || match &listener {
+            Some(listener) => command_with_socket(&node, listener),
+            None => node.sandboxer_command(),
+        };
+        node.start_sandboxer_as(command()?).await?;
+        let pod = node.run(Handler::Ours, PodSpec::new("hung").host_network()).await?;
+        let stays = pod.run(ContainerSpec::sleeping("stays")).await?;
+        let ends = pod.run(ContainerSpec::sleeping("ends")).await?;
+        let pause = pod.pause_pid().await?;
+        let all = processes::all()?;
+        let process = all.iter().find(|process| process.cgroups.contains(ends.id()));
+        let process = process.context("no process of the container")?.pid;
+        kill(Pid::from_raw(node.sandboxer_pid()?.cast_signed()), Signal::SIGSTOP)?;
+
+        let (cri, id) = (node.clone(), pod.id().to_owned());
+        let pending = tokio::spawn(async move { cri.cri().pod_sandbox_status(&id, false).await });
+        kill(Pid::from_raw(process.cast_signed()), Signal::SIGKILL)?;
+        tokio::time::sleep(HANGS).await;
+        ensure!(!pending.is_finished(), "Status was answered by a daemon that hangs");
+        node.kill_sandboxer()?;
+        let answer = pending.await?.map(drop);
+        ensure!(unavailable(&answer), "the pending call: {answer:?}");
+        if !socket_is_held {
+            let refused = node.cri().pod_sandbox_status(pod.id(), false).await.map(drop);
+            ensure!(unavailable(&refused), "without a socket: {refused:?}");
+        }
+        let (starts, again) = (node.clone(), command()?);
+        let starting = tokio::spawn(async move {
+            tokio::time::sleep(RESTART).await;
+            starts.start_sandboxer_as(again).await
+        });
+        if socket_is_held {
+            // It waits for the next daemon.
+            pod.is_ready().await?;
+        }
+        starting.await??;
+        ensure!(pod.is_ready().await? && pod.pause_pid().await? == pause, "its pod is another");
+        stays.sh("true").await?;
+        ensure!(ends.exited(LIMIT).await? == 137, "the exit is another");
+        pod.remove().await?;
+    }
+    node.stop_sandboxer().await?;
+    node.start_sandboxer().await
+}
+
+fn unavailable(answer: &Result<(), grpc::Status>) -> bool {
+    answer.as_ref().is_err_and(|status| status.code == grpc::UNAVAILABLE)
 }
 
 /// Which of the calls of a RunPodSandbox: a sample of those at which the cases without containerd

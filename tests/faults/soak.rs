@@ -104,7 +104,7 @@ async fn soak(node: &Arc<Node>, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// Containers' streams end a little after the last pod, blocking threads after half a minute: but
+/// Containers' streams end a little after the last pod, blocking threads after 8 seconds: but
 /// for those that the watchdog's looks, two in that time, keep for a node without free process ids.
 async fn settled(node: &Node) -> Result<()> {
     until("no pod is listed", Duration::from_secs(20), async || {

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kit::controller::Controller;
 use kit::cri::api::{
@@ -117,7 +117,7 @@ fn comes_up_ready() {
         ("StatusText", "serving"),
         ("Type", "notify"),
         ("KillMode", "process"),
-        ("WatchdogUSec", "1min"),
+        ("WatchdogUSec", "15s"),
     ] {
         assert_eq!(show(SERVICE, property), value, "{property}");
     }
@@ -234,9 +234,12 @@ fn a_hung_daemon_is_restarted() {
     thread::sleep(Duration::from_secs(16));
     assert_eq!(main_pid(), before);
     kill(Pid::from_raw(before.cast_signed()), Signal::SIGSTOP).unwrap();
+    let hung = Instant::now();
     eventually("the watchdog barks", || {
         !["0".to_owned(), before.to_string()].contains(&show(SERVICE, "MainPID"))
     });
+    // A signal other than SIGKILL would take TimeoutStopSec=, 30 s, in addition.
+    assert!(hung.elapsed() < Duration::from_secs(25), "{:?}", hung.elapsed());
     eventually("it is ready", || show(SERVICE, "ActiveState") == "active");
     let log = run("journalctl", &["--no-pager", "-u", SERVICE]);
     assert!(log.contains("Watchdog timeout"), "{log}");
