@@ -246,4 +246,28 @@ mod tests {
         let found = oci_runtime(name, &inheritance).await;
         assert_eq!(found, Finding::ok(RUNTIME, "runc-of-this-test: version 7"));
     }
+
+    #[test]
+    fn limits_that_the_daemon_cannot_give_are_named() {
+        let read = || serde_json::to_value(Inheritance::read("self").unwrap()).unwrap();
+        let with = |open_files: serde_json::Value, raises: bool, nice: u32| -> Inheritance {
+            let mut value = read();
+            value["limits"][7] = open_files;
+            value["raises_limits"] = raises.into();
+            value["unset"]["nice"] = nice.to_string().into();
+            serde_json::from_value(value).unwrap()
+        };
+        let low = || serde_json::json!([1024, 4096]);
+        let theirs = || Ok(with(serde_json::json!([1024, null]), false, 0));
+        let levels = |own: &Inheritance| {
+            compare(&theirs(), own).iter().map(|finding| finding.level).collect::<Vec<_>>()
+        };
+        assert_eq!(levels(&with(low(), true, 0)), [Level::Ok]);
+        assert_eq!(levels(&with(low(), true, 5)), [Level::Ok, Level::Warn]);
+        let found = compare(&theirs(), &with(low(), false, 0));
+        assert_eq!(found.len(), 1);
+        assert!(found[0].level == Level::Warn && found[0].fact.contains("LimitNOFILE="));
+        let failed = Err(StepError::new("ask", std::io::ErrorKind::NotFound.into()));
+        assert_eq!(compare(&failed, &with(low(), true, 0))[0].level, Level::Warn);
+    }
 }

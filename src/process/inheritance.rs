@@ -43,7 +43,7 @@ const STATUS: [&str; 4] = ["CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed_list
 /// Fields of `/proc/PID/stat` of this kind, by number (proc_pid_stat(5)).
 const STAT: [(usize, &str); 2] = [(19, "nice"), (41, "scheduling policy")];
 
-/// Resource limits, soft and hard, in the order of [`RESOURCES`]; `None`: unlimited.
+/// Resource limits, soft and hard, in the order of their numbers; `None`: unlimited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits([(Option<u64>, Option<u64>); sys::RESOURCES]);
 
