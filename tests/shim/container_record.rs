@@ -318,6 +318,15 @@ async fn a_container_of_another_stays(harness: Arc<Harness>) -> Result<()> {
         Ok(())
     })
     .await?;
+    // Until then the script of the harness runs, which a daemon that starts does not take for a shim.
+    until("its shim runs", SOON, async || {
+        let all = kit::machine::processes::all()?;
+        let is_shim =
+            |p: &kit::machine::processes::Proc| p.comm == "runc-shim" && p.command.contains(&id);
+        ensure!(all.iter().any(is_shim), "there is none");
+        Ok(())
+    })
+    .await?;
     let status = sandboxer.status(&id, false).await?;
     ensure!(status.state == "SANDBOX_READY" && status.pid == started.pid, "{status:?}");
     ensure!(task(node, &id)?.is_none(), "it has a task");
