@@ -87,6 +87,8 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
     let listener = sys::inherited(SOCKET).ok_or_else(|| {
         Error::unknown("descriptor 3 is not open: only pause-sandboxer starts this program")
     })?;
+    #[cfg(target_env = "gnu")]
+    sys::save_memory();
     sys::close_rest_on_exec();
     rustix::thread::set_name(NAME).context("set name of process")?;
     // A process that can trace the shim has root's rights on the node, and a core dump would

@@ -75,8 +75,8 @@ impl Shim {
             for source in ready {
                 self.ready(source);
             }
-            for (id, stream) in self.services.copiers().take_ended().context("copy streams")? {
-                self.with(&id, |it, services| it.stream_ended(services, stream));
+            for key in self.services.copiers().take_ended().context("copy streams")? {
+                self.with(&key.id, |it, services| it.output_ended(services, &key));
             }
             self.handle_timeouts();
         }

@@ -20,7 +20,7 @@ impl Container {
         }
         // A container that was never started has not exited: the deletion kills its process.
         let has_exited = self.state.has_exited();
-        if has_exited && self.process.drain(services.copiers(), &self.key.id, reply)? {
+        if has_exited && self.process.drain(services.copiers(), &self.key, reply)? {
             return Ok(None);
         }
         self.remove_container(services, &self.caller(Some(reply)), None)
@@ -46,14 +46,14 @@ impl Container {
         services.children().forget(&id);
         self.forget_steps(services);
         let process = std::mem::take(&mut self.process);
-        process.close(services, &id);
+        process.close(services, &self.key);
         let mut queued = std::mem::take(&mut self.queue);
         for (exec_id, exec) in std::mem::take(&mut self.execs) {
-            services.events.exec_deleted(&ProcessKey::new(&id, &exec_id));
-            exec.process.close(services, &id);
+            let key = ProcessKey::new(&id, &exec_id);
+            services.events.exec_deleted(&key);
+            exec.process.close(services, &key);
             queued.extend(exec.queue);
         }
-        services.copiers().end(&id);
         for (reply, _) in queued {
             services.respond(reply, Err(missing()));
         }
@@ -69,7 +69,7 @@ impl Container {
     ) -> Answer {
         let exec = self.exec(key)?;
         exec.change(exec::state::Event::Delete)?;
-        if exec.process.drain(services.copiers(), &key.id, reply)? {
+        if exec.process.drain(services.copiers(), key, reply)? {
             return Ok(None);
         }
         self.remove_exec(services, key)
@@ -83,7 +83,7 @@ impl Container {
         let _ = std::fs::remove_file(file);
         let state = exec.state();
         services.events.exec_deleted(key);
-        exec.process.close(services, &key.id);
+        exec.process.close(services, key);
         response::now(&response::deleted(response::unsigned(state.pid()), state.exit()))
     }
 
@@ -100,7 +100,7 @@ impl Container {
     /// Continues a deletion that waits for the last output of a process, if there is none any more.
     pub(super) fn check_drained(&mut self, services: &mut Services, key: &ProcessKey) {
         let Ok(process) = self.process(key) else { return };
-        if let Some(reply) = process.take_drained(services.copiers(), &key.id) {
+        if let Some(reply) = process.take_drained(services.copiers(), key) {
             self.drained(services, key, reply);
         }
     }

@@ -49,22 +49,18 @@ impl Container {
         let event = events::exit(key, response::unsigned(pid), exit);
         services.send_of(events::EXIT, &event, key);
         if let Ok(process) = self.process(key) {
-            process.exited(services.copiers(), &key.id);
+            process.exited(services.copiers(), key);
             process.waiters().answer(services, exit);
         }
     }
 
-    /// Handles the end of a stream: hangs up the terminal of its process, and continues a deletion
-    /// that waits for the last output.
-    pub fn stream_ended(&mut self, services: &mut Services, stream: u32) {
-        let execs = self.execs.iter_mut();
-        let exec = execs.map(|(id, exec)| (id.as_str(), &mut exec.process));
-        let all = exec.chain([("", &mut self.process)]);
-        let found = { all }.find(|(_, process)| process.has_stream(stream));
-        let Some((exec, process)) = found else { return };
-        let key = ProcessKey::new(&self.key.id, exec);
-        process.stream_ended(services.copiers(), &key.id);
-        self.check_drained(services, &key);
+    /// Handles the end of an output stream: hangs up the terminal of its process, and continues a
+    /// deletion that waits for the last output.
+    pub fn output_ended(&mut self, services: &mut Services, key: &ProcessKey) {
+        if let Ok(process) = self.process(key) {
+            process.exited(services.copiers(), key);
+        }
+        self.check_drained(services, key);
     }
 
     /// Forgets a logging program that has exited, and continues a deletion that waits for it.

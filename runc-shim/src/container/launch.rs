@@ -103,7 +103,7 @@ impl Container {
             | (Err(e), Launch::Creating(_, streams))
             | (Err(e), Launch::StartingTerminalLogger(streams)) => {
                 // A process that the runtime has left may hold the locks of these streams.
-                services.copiers().close(&caller.key.id, streams.into_ends().collect());
+                services.copiers().close(&caller.key, streams.into_ends().collect());
                 Err(e)
             }
         };
@@ -145,7 +145,7 @@ impl Container {
         let owner = Owner { uid: self.owner.0, gid: self.owner.1 };
         let stdio = self.process(&caller.key)?.stdio().clone();
         if !stdio.is_none() {
-            services.copiers().start(&caller.key.id)?;
+            services.copiers().start(&caller.key)?;
         }
         let prepared = match stdio.terminal {
             true => Prepared::default(),
@@ -215,7 +215,7 @@ impl Container {
         let step = Step::Launch(Launch::Creating(console, streams));
         let begun = self.run_in(services, caller, step, &arguments, place)?;
         services.children().begin_start(&caller.key);
-        services.copiers().close(&caller.key.id, child.into_iter().flatten().collect());
+        services.copiers().close(&caller.key, child.into_iter().flatten().collect());
         Ok(begun)
     }
 
@@ -244,7 +244,7 @@ impl Container {
         let stdio = process.stdio().clone();
         // The process has the terminal before its streams are prepared: also if that fails, the
         // copier thread closes it.
-        process.set_console(services.copiers(), &caller.key.id, Some(master));
+        process.set_console(services.copiers(), &caller.key, Some(master));
         let prepared = io::terminal(&stdio, &terminal?, caller.key.process(), &services.namespace)
             .context("failed to start console copy")?;
         self.await_logger(services, caller, prepared, Launch::StartingTerminalLogger)
@@ -258,7 +258,7 @@ impl Container {
         let pid_file = self.pid_file(&caller.key);
         let pid = runtime::read_pid(&pid_file)?;
         let Prepared { streams, stdin, .. } = prepared;
-        self.process(&caller.key)?.attach(services.copiers(), &caller.key.id, streams, stdin)?;
+        self.process(&caller.key)?.attach(services.copiers(), &caller.key, streams, stdin)?;
         let exit = services.children().started(&caller.key, pid, &pid_file)?;
         if caller.key != self.key {
             return self.exec_started(services, &caller.key, pid, exit);
@@ -299,7 +299,7 @@ impl Container {
             }
             // Other processes of an exec may have the terminal open: it hangs up.
             if let Ok(process) = self.process(&caller.key) {
-                process.set_console(services.copiers(), &caller.key.id, None::<OwnedFd>);
+                process.set_console(services.copiers(), &caller.key, None::<OwnedFd>);
             }
         }
         if let Ok(exec) = self.exec(&caller.key) {

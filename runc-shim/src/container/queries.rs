@@ -141,7 +141,7 @@ impl Container {
                 ws_xpixel: 0,
                 ws_ypixel: 0,
             };
-            if let Some(copier) = services.copiers().find(&key.id) {
+            if let Some(copier) = services.copiers().find(key) {
                 copier.resize(console, size)?;
             }
         }

@@ -1,14 +1,12 @@
-//! A thread that copies the streams of one container and of its execs, and the main loop's handle
-//! of it. Only this thread reads, writes and closes the pipes that the container shares with the
-//! shim.
+//! A thread that copies the streams of one process, and the main loop's handle of it. Only this
+//! thread reads, writes and closes the pipes that the process shares with the shim.
 //!
 //! A process can hold the kernel's lock of a pipe for any time with a splice between the pipe and a
 //! socket. A thread that uses or closes the pipe meanwhile sleeps uninterruptibly, even for SIGKILL
 //! (`pipe_double_lock` in Linux `fs/pipe.c`). The main loop must never sleep so, because it has to
-//! kill the process that holds the lock; and no other container may wait, because its last output
-//! is lost when containerd removes the FIFOs.
+//! kill the process that holds the lock; and no other process may wait, because its last output is
+//! lost when containerd removes the FIFOs, and because the execs of a container are its probes.
 
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,23 +20,21 @@ use super::stream::{Stream, Streams};
 use crate::error::{Code, Error};
 use crate::reactor::{Reactor, Source};
 
-/// Stack size of the thread, bytes. Its calls are not deep, and use one buffer.
+/// Stack size of the thread, bytes. Its calls are not deep.
 const STACK: usize = 128 << 10;
 
-/// Maximum number of queued commands. Beyond it no process gets streams, because the thread sleeps
-/// in the kernel. An exec queues about six commands with nine descriptors.
+/// Maximum number of queued commands. Beyond it no terminal is resized, because the thread sleeps in
+/// the kernel.
 const MAX_QUEUED: usize = 4096;
 
-/// A command for the thread. Stream ids are those that [`Copier::add`] has returned.
+/// A command for the thread.
 #[derive(Debug)]
 enum CopierCommand {
-    Add(u32, Stream),
-    Finish(u32),
-    HangUp(u32),
-    ProcessDeleted(u32),
+    Copy(Vec<Stream>),
+    Finish,
     Resize(OwnedFd, Winsize),
     Close(Vec<OwnedFd>),
-    /// The container was deleted: the thread ends when its streams have ended.
+    /// The process was deleted: the thread ends when its streams have ended.
     End,
 }
 
@@ -55,8 +51,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     commands: Vec<CopierCommand>,
-    /// The ids of streams that have ended.
-    ended: Vec<u32>,
+    /// How many output streams have ended.
+    ended: usize,
     /// The thread executes commands, or copies output of a deleted process.
     is_busy: bool,
     /// The error that has ended the thread.
@@ -90,18 +86,17 @@ pub(super) fn clear(eventfd: &OwnedFd) {
     let _ = rustix::io::read(eventfd, &mut [0; 8]);
 }
 
-/// The main loop's handle of a container's thread. The thread is never joined: it may sleep in the
-/// kernel as long as a process of the container wants.
+/// The main loop's handle of a process's thread. The thread is never joined: it may sleep in the
+/// kernel as long as a process wants.
 #[derive(Debug)]
 pub struct Copier {
     shared: Arc<Shared>,
-    next_id: u32,
-    /// The ids of output streams whose end was not reported yet.
-    outputs: BTreeSet<u32>,
+    /// How many output streams have not ended, as far as the main loop knows.
+    outputs: usize,
 }
 
 impl Copier {
-    /// Starts the thread of a container, which makes `notify_eventfd` readable when streams may
+    /// Starts the thread of a process of a container, which makes `notify_eventfd` readable when streams may
     /// have ended.
     pub(super) fn start(container: &str, notify_eventfd: Arc<OwnedFd>) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(notify_eventfd)?);
@@ -116,7 +111,7 @@ impl Copier {
                 set(&thread_shared.notify_eventfd);
             }
         })?;
-        Ok(Self { shared, next_id: 0, outputs: BTreeSet::new() })
+        Ok(Self { shared, outputs: 0 })
     }
 
     fn send(&self, command: CopierCommand) {
@@ -124,75 +119,49 @@ impl Copier {
         set(&self.shared.command_eventfd);
     }
 
-    /// Checks that the queue has room for the streams of another process.
-    ///
-    /// # Errors
-    /// [`MAX_QUEUED`] commands are queued, because the thread sleeps in the kernel.
-    pub fn check_queue(&self) -> Result<(), Error> {
-        if self.shared.state().commands.len() < MAX_QUEUED {
-            return Ok(());
-        }
-        let reason = format!(
-            "a process holds the kernel's lock of a stream of the container: {MAX_QUEUED} commands \
-             wait for it"
-        );
-        Err(Error::new(Code::RESOURCE_EXHAUSTED, reason))
+    /// Begins to copy the streams of the process.
+    pub fn copy(&mut self, streams: Vec<Stream>) {
+        self.outputs += streams.iter().filter(|stream| stream.is_output()).count();
+        self.send(CopierCommand::Copy(streams));
     }
 
-    /// Begins to copy a stream and returns its id.
-    pub fn add(&mut self, stream: Stream) -> u32 {
-        let id = self.next_id;
-        self.next_id = self.next_id.wrapping_add(1);
-        if stream.is_output() {
-            self.outputs.insert(id);
-        }
-        self.send(CopierCommand::Add(id, stream));
-        id
-    }
-
-    /// The ids of the streams that have ended since the last call.
-    pub fn take_ended(&mut self) -> io::Result<Vec<u32>> {
+    /// Whether output streams have ended since the last call.
+    pub(super) fn take_ended(&mut self) -> io::Result<bool> {
         let mut state = self.shared.state();
         if let Some(e) = state.failed.take() {
             return Err(e);
         }
         let ended = std::mem::take(&mut state.ended);
         drop(state);
-        for id in &ended {
-            self.outputs.remove(id);
-        }
-        Ok(ended)
+        self.outputs = self.outputs.saturating_sub(ended);
+        Ok(ended > 0)
     }
 
-    /// Tells that the process has exited: an output stream ends when its pending output is copied,
-    /// an input stream ends at once.
-    pub fn finish(&self, id: u32) {
-        self.send(CopierCommand::Finish(id));
-    }
-
-    /// Closes a terminal: an output stream ends when its pending output is copied.
-    pub fn hang_up(&self, id: u32) {
-        self.send(CopierCommand::HangUp(id));
-    }
-
-    /// Tells that the process was deleted. Output is still copied as long as its FIFO has a reader.
-    pub fn process_deleted(&mut self, id: u32) {
-        self.outputs.remove(&id);
-        self.send(CopierCommand::ProcessDeleted(id));
+    /// Handles the exit of a process with a terminal, or its hang-up: an output stream ends when
+    /// its pending output is copied, an input stream at once. Then the thread closes the terminal.
+    pub fn finish(&self, terminal: OwnedFd) {
+        self.send(CopierCommand::Finish);
+        self.close(vec![terminal]);
     }
 
     /// Changes the size of a terminal. The thread does it, because a process can hold the lock of a
     /// terminal, too (`tiocgwinsz`).
     ///
     /// # Errors
-    /// The errors of [`Copier::check_queue`].
+    /// [`MAX_QUEUED`] commands are queued, because the thread sleeps in the kernel.
     pub fn resize(&self, terminal: OwnedFd, size: Winsize) -> Result<(), Error> {
-        self.check_queue()?;
+        if self.shared.state().commands.len() >= MAX_QUEUED {
+            let reason = format!(
+                "a process holds the kernel's lock of its terminal: {MAX_QUEUED} commands wait \
+                 for it"
+            );
+            return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
+        }
         self.send(CopierCommand::Resize(terminal, size));
         Ok(())
     }
 
-    /// Has the thread close descriptors that a container shares.
+    /// Has the thread close descriptors that the process shares.
     pub fn close(&self, ends: Vec<OwnedFd>) {
         if !ends.is_empty() {
             self.send(CopierCommand::Close(ends));
@@ -200,8 +169,8 @@ impl Copier {
     }
 
     /// Whether an output stream has not ended.
-    pub fn is_copying(&self, id: u32) -> bool {
-        self.outputs.contains(&id)
+    pub fn is_copying(&self) -> bool {
+        self.outputs > 0
     }
 
     /// Whether commands are queued or executed, or output of a deleted process is being copied.
@@ -210,7 +179,8 @@ impl Copier {
         state.is_busy || !state.commands.is_empty()
     }
 
-    /// Ends the thread when its streams have ended.
+    /// Handles the deletion of the process: ends the thread when its streams have ended. Output is
+    /// still copied as long as its FIFO has a reader. Must be the last command.
     pub(super) fn end(&self) {
         self.send(CopierCommand::End);
     }
@@ -251,16 +221,17 @@ fn execute_commands(streams: &mut Streams, reactor: &Reactor, shared: &Shared) -
     let mut ends = false;
     for command in commands {
         match command {
-            CopierCommand::Add(id, stream) => streams.add(id, stream, reactor),
-            CopierCommand::Finish(id) => streams.finish(id),
-            CopierCommand::HangUp(id) => streams.hang_up(id),
-            CopierCommand::ProcessDeleted(id) => streams.process_deleted(id),
+            CopierCommand::Copy(added) => streams.copy(added, reactor),
+            CopierCommand::Finish => streams.finish(),
             CopierCommand::Resize(terminal, size) => {
                 // Fails for a terminal that is hung up.
                 let _ = rustix::termios::tcsetwinsize(&terminal, size);
             }
             CopierCommand::Close(ends) => drop(ends),
-            CopierCommand::End => ends = true,
+            CopierCommand::End => {
+                streams.process_deleted();
+                ends = true;
+            }
         }
     }
     ends
@@ -270,8 +241,8 @@ fn execute_commands(streams: &mut Streams, reactor: &Reactor, shared: &Shared) -
 fn report(streams: &mut Streams, shared: &Shared) {
     let (ended, is_busy) = (streams.take_ended(), streams.has_output_of_deleted());
     let mut state = shared.state();
-    let must_notify = !ended.is_empty() || state.is_busy != is_busy;
-    state.ended.extend(ended);
+    let must_notify = ended > 0 || state.is_busy != is_busy;
+    state.ended += ended;
     state.is_busy = is_busy;
     drop(state);
     if must_notify {
@@ -284,14 +255,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_process_gets_streams_while_too_many_commands_are_queued() {
+    fn no_terminal_is_resized_while_too_many_commands_are_queued() {
         // There is no thread that executes the commands.
         let shared = Arc::new(Shared::new(Arc::new(eventfd().unwrap())).unwrap());
-        let copier = Copier { shared, next_id: 0, outputs: BTreeSet::new() };
-        for _ in 0..MAX_QUEUED {
-            copier.check_queue().unwrap();
-            copier.finish(0);
+        let copier = Copier { shared, outputs: 0 };
+        let size = Winsize { ws_row: 1, ws_col: 1, ws_xpixel: 0, ws_ypixel: 0 };
+        // The descriptor may be any, because nothing uses it.
+        copier.resize(eventfd().unwrap(), size).unwrap();
+        for _ in 1..MAX_QUEUED {
+            copier.end();
         }
-        assert_eq!(copier.check_queue().unwrap_err().code, Code::RESOURCE_EXHAUSTED);
+        let refused = copier.resize(eventfd().unwrap(), size).unwrap_err();
+        assert_eq!(refused.code, Code::RESOURCE_EXHAUSTED);
     }
 }

@@ -1,5 +1,5 @@
-//! The copier threads of the pod: one for each container that has streams, so that a container
-//! which blocks its thread delays no other one.
+//! The copier threads of the pod: one for each process that has streams, so that a process which
+//! blocks its thread delays no other one.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,22 +9,24 @@ use std::sync::Arc;
 use rustix::event::epoll::EventFlags;
 
 use super::copier::{self, Copier};
-use super::stream::Stream;
 use crate::error::{Code, Context as _, Error};
+use crate::process_key::ProcessKey;
 use crate::reactor::{Reactor, Source};
 
-/// Maximum number of threads of deleted containers that have not ended. Beyond it no container gets
-/// a thread. A thread does not end while a process of another container, or of another pod, holds
-/// the lock of a stream that the deleted container has passed to it.
+/// Maximum number of threads of deleted processes of one container that have not ended. Beyond it
+/// no process of the container gets a thread. A thread does not end while a process holds the lock
+/// of a stream that the deleted process has left or passed to it.
 const MAX_BLOCKED: usize = 64;
+
+/// The same for the whole pod: a process may pass its streams to one of another container.
+const MAX_BLOCKED_OF_POD: usize = 1024;
 
 /// The threads.
 #[derive(Debug)]
 pub struct Copiers {
-    /// By the ids of the containers.
-    copiers: BTreeMap<String, Copier>,
-    /// The threads of deleted containers that have not ended.
-    left: Vec<Copier>,
+    copiers: BTreeMap<ProcessKey, Copier>,
+    /// The threads of deleted processes that have not ended, by the ids of the containers.
+    left: Vec<(String, Copier)>,
     notify_eventfd: Arc<OwnedFd>,
 }
 
@@ -36,77 +38,75 @@ impl Copiers {
         Ok(Self { copiers: BTreeMap::new(), left: Vec::new(), notify_eventfd })
     }
 
-    /// Starts the thread of a container, if it has none, and checks that it can take the streams of
-    /// another process.
+    /// Starts the thread of a process, if it has none.
     ///
     /// # Errors
     /// The kernel has no memory or thread for it, or threads sleep in the kernel.
-    pub fn start(&mut self, id: &str) -> Result<(), Error> {
-        if let Some(copier) = self.copiers.get(id) {
-            return copier.check_queue();
+    pub fn start(&mut self, key: &ProcessKey) -> Result<(), Error> {
+        if self.copiers.contains_key(key) {
+            return Ok(());
         }
-        self.left.retain(|copier| !copier.has_ended());
-        if self.left.len() >= MAX_BLOCKED {
+        self.left.retain(|(_, copier)| !copier.has_ended());
+        let blocked = self.left.iter().filter(|(id, _)| *id == key.id).count();
+        if blocked >= MAX_BLOCKED || self.left.len() >= MAX_BLOCKED_OF_POD {
             let reason = format!(
-                "{MAX_BLOCKED} copier threads of deleted containers are blocked: processes hold \
-                 the kernel's locks of their streams"
+                "{blocked} copier threads of deleted processes of the container, and {} of the \
+                 pod, are blocked: processes hold the kernel's locks of their streams",
+                self.left.len()
             );
             return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
         }
-        let started = Copier::start(id, Arc::clone(&self.notify_eventfd));
-        self.copiers.insert(id.to_owned(), started.context("start copier thread")?);
+        let started = Copier::start(&key.id, Arc::clone(&self.notify_eventfd));
+        self.copiers.insert(key.clone(), started.context("start copier thread")?);
         Ok(())
     }
 
-    /// The thread of a container, if it has one.
-    pub fn find(&mut self, id: &str) -> Option<&mut Copier> {
-        self.copiers.get_mut(id)
+    /// The thread of a process, if it has one.
+    pub fn find(&mut self, key: &ProcessKey) -> Option<&mut Copier> {
+        self.copiers.get_mut(key)
     }
 
-    /// Begins to copy a stream of a container and returns its id.
-    pub fn add(&mut self, id: &str, stream: Stream) -> Result<u32, Error> {
-        let missing = || Error::unknown("the container has no copier thread");
-        Ok(self.find(id).ok_or_else(missing)?.add(stream))
-    }
-
-    /// Has a container's thread close descriptors that the container shares.
-    pub fn close(&mut self, id: &str, ends: Vec<OwnedFd>) {
-        // Without a thread, the container has no streams.
-        if let Some(copier) = self.find(id) {
+    /// Has a process's thread close descriptors that the process shares.
+    pub fn close(&mut self, key: &ProcessKey, ends: Vec<OwnedFd>) {
+        // Without a thread, the process has no streams.
+        if let Some(copier) = self.find(key) {
             copier.close(ends);
         }
     }
 
-    /// Whether an output stream of a container has not ended.
-    pub fn is_copying(&self, id: &str, stream: u32) -> bool {
-        self.copiers.get(id).is_some_and(|copier| copier.is_copying(stream))
+    /// Whether an output stream of a process has not ended.
+    pub fn is_copying(&self, key: &ProcessKey) -> bool {
+        self.copiers.get(key).is_some_and(Copier::is_copying)
     }
 
-    /// Has the thread of a deleted container end when its streams have ended. Does not wait for it.
-    pub fn end(&mut self, id: &str) {
-        if let Some(copier) = self.copiers.remove(id) {
+    /// Has the thread of a deleted process end when its streams have ended. Does not wait for it.
+    pub fn end(&mut self, key: &ProcessKey) {
+        if let Some(copier) = self.copiers.remove(key) {
             copier.end();
-            self.left.push(copier);
+            self.left.push((key.id.clone(), copier));
         }
     }
 
-    /// The streams that have ended since the last call: container, and id of the stream.
-    pub fn take_ended(&mut self) -> io::Result<Vec<(String, u32)>> {
+    /// The processes of which output streams have ended since the last call.
+    pub fn take_ended(&mut self) -> io::Result<Vec<ProcessKey>> {
         copier::clear(&self.notify_eventfd);
         let mut all = Vec::new();
-        for (id, copier) in &mut self.copiers {
-            all.extend(copier.take_ended()?.into_iter().map(|stream| (id.clone(), stream)));
+        for (key, copier) in &mut self.copiers {
+            if copier.take_ended()? {
+                all.push(key.clone());
+            }
         }
-        for copier in &mut self.left {
+        for (_, copier) in &mut self.left {
             copier.take_ended()?;
         }
-        self.left.retain(|copier| !copier.has_ended());
+        self.left.retain(|(_, copier)| !copier.has_ended());
         Ok(all)
     }
 
     /// Whether commands are queued or executed, or output of a deleted process is being copied.
     pub fn has_pending_work(&self) -> bool {
-        self.copiers.values().chain(&self.left).any(Copier::has_pending_work)
+        let left = self.left.iter().map(|(_, copier)| copier);
+        self.copiers.values().chain(left).any(Copier::has_pending_work)
     }
 }
 
@@ -117,12 +117,14 @@ mod tests {
     #[test]
     fn threads_that_do_not_end_are_bounded() {
         let mut copiers = Copiers::new(&Reactor::new().unwrap()).unwrap();
-        let start = || Copier::start("b", Arc::new(copier::eventfd().unwrap())).unwrap();
-        copiers.left.extend((0..MAX_BLOCKED).map(|_| start()));
-        assert_eq!(copiers.start("a").unwrap_err().code, Code::RESOURCE_EXHAUSTED);
-        copiers.left.iter().for_each(Copier::end);
+        let start = || Copier::start("a", Arc::new(copier::eventfd().unwrap())).unwrap();
+        copiers.left.extend((0..MAX_BLOCKED).map(|_| ("a".to_owned(), start())));
+        let key = ProcessKey::new("a", "e");
+        assert_eq!(copiers.start(&key).unwrap_err().code, Code::RESOURCE_EXHAUSTED);
+        copiers.start(&ProcessKey::new("b", "e")).unwrap();
+        copiers.left.iter().for_each(|(_, copier)| copier.end());
         let begun = std::time::Instant::now();
-        while copiers.start("a").is_err() {
+        while copiers.start(&key).is_err() {
             assert!(begun.elapsed().as_secs() < 60, "the threads do not end");
             std::thread::yield_now();
         }

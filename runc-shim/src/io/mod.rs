@@ -172,7 +172,7 @@ pub fn terminal(
     if !stdio.stdin.is_empty() {
         let (from, hold) = fifo(&stdio.stdin)?;
         prepared.stdin = Some(hold);
-        prepared.streams.push(Stream::input(from, master.try_clone()?)?);
+        prepared.streams.push(Stream::input(from, master.try_clone()?)?.of_terminal());
     }
     Ok(prepared)
 }

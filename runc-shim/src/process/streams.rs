@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::io::Stdio;
 use crate::io::copiers::Copiers;
 use crate::io::stream::Stream;
+use crate::process_key::ProcessKey;
 use crate::services::Services;
 use crate::ttrpc::server::Reply;
 
@@ -19,8 +20,6 @@ const DRAIN: Duration = Duration::from_secs(10);
 pub struct ProcessStreams {
     /// The streams that containerd named.
     stdio: Stdio,
-    /// The ids of the streams that are copied.
-    streams: Vec<u32>,
     /// Keeps standard input open until CloseIO.
     stdin: Option<OwnedFd>,
     /// CloseIO was called, possibly before standard input was opened.
@@ -54,25 +53,32 @@ impl ProcessStreams {
     /// Begins to copy the streams of a process that was created.
     ///
     /// # Errors
-    /// The container has no copier thread.
+    /// The process has no copier thread.
     pub fn attach(
         &mut self,
         copiers: &mut Copiers,
-        id: &str,
+        key: &ProcessKey,
         streams: Vec<Stream>,
         stdin: Option<OwnedFd>,
     ) -> Result<(), Error> {
-        let ids = streams.into_iter().map(|stream| copiers.add(id, stream));
-        self.streams = ids.collect::<Result<Vec<u32>, Error>>()?;
+        if !streams.is_empty() {
+            let missing = || Error::unknown("the process has no copier thread");
+            copiers.find(key).ok_or_else(missing)?.copy(streams);
+        }
         self.stdin = stdin.filter(|_| !self.stdin_closed);
         Ok(())
     }
 
     /// Keeps the terminal of the process, and has the copier thread close a former one, because the
     /// last close of a terminal may block.
-    pub fn set_console(&mut self, copiers: &mut Copiers, id: &str, console: Option<OwnedFd>) {
+    pub fn set_console(
+        &mut self,
+        copiers: &mut Copiers,
+        key: &ProcessKey,
+        console: Option<OwnedFd>,
+    ) {
         let former = std::mem::replace(&mut self.console, console);
-        copiers.close(id, former.into_iter().collect());
+        copiers.close(key, former.into_iter().collect());
     }
 
     /// The terminal.
@@ -96,45 +102,35 @@ impl ProcessStreams {
         self.logger.take_if(|logger| *logger == pid).is_some()
     }
 
-    /// Whether a stream of this process has this id.
-    pub fn has_stream(&self, stream: u32) -> bool {
-        self.streams.contains(&stream)
-    }
-
-    /// Handles the exit of the process: the terminal is closed when its output is copied.
-    pub fn exited(&mut self, copiers: &mut Copiers, id: &str) {
+    /// Handles the exit of the process: the terminal is closed when its output is copied. The same
+    /// is done when the output has ended before, because its reader is gone: the terminal hangs up.
+    pub fn exited(&mut self, copiers: &mut Copiers, key: &ProcessKey) {
         let Some(console) = self.console.take() else { return };
         self.stdin = None;
-        if let Some(copier) = copiers.find(id) {
-            self.streams.iter().for_each(|stream| copier.finish(*stream));
-            copier.close(vec![console]);
-        }
-    }
-
-    /// Handles the end of a stream: the terminal hangs up.
-    pub fn stream_ended(&mut self, copiers: &mut Copiers, id: &str) {
-        let Some(console) = self.console.take() else { return };
-        if let Some(copier) = copiers.find(id) {
-            self.streams.iter().for_each(|stream| copier.hang_up(*stream));
-            copier.close(vec![console]);
+        if let Some(copier) = copiers.find(key) {
+            copier.finish(console);
         }
     }
 
     /// Whether the last output is being copied, or is read by the logging program.
-    fn is_draining(&self, copiers: &Copiers, id: &str) -> bool {
-        let is_copying = |stream: &u32| copiers.is_copying(id, *stream);
-        self.logger.is_some() || self.streams.iter().any(is_copying)
+    fn is_draining(&self, copiers: &Copiers, key: &ProcessKey) -> bool {
+        self.logger.is_some() || copiers.is_copying(key)
     }
 
     /// Has a Delete wait for the last output, if there is any. True: it waits.
     ///
     /// # Errors
     /// Another Delete waits.
-    pub fn drain(&mut self, copiers: &Copiers, id: &str, reply: Reply) -> Result<bool, Error> {
+    pub fn drain(
+        &mut self,
+        copiers: &Copiers,
+        key: &ProcessKey,
+        reply: Reply,
+    ) -> Result<bool, Error> {
         if self.drain.is_some() {
             return Err(Error::state("the process is being deleted"));
         }
-        let is_draining = self.is_draining(copiers, id);
+        let is_draining = self.is_draining(copiers, key);
         self.drain = is_draining.then(|| (reply, Instant::now() + DRAIN));
         Ok(is_draining)
     }
@@ -145,8 +141,8 @@ impl ProcessStreams {
     }
 
     /// The Delete that has waited until there is no output any more.
-    pub fn take_drained(&mut self, copiers: &Copiers, id: &str) -> Option<Reply> {
-        let is_draining = self.is_draining(copiers, id);
+    pub fn take_drained(&mut self, copiers: &Copiers, key: &ProcessKey) -> Option<Reply> {
+        let is_draining = self.is_draining(copiers, key);
         self.drain.take_if(|_| !is_draining).map(|(reply, _)| reply)
     }
 
@@ -163,11 +159,9 @@ impl ProcessStreams {
 
     /// Closes the streams and the terminal of a deleted process, fails the calls that wait for it,
     /// and ends its logging program.
-    pub fn close(mut self, services: &mut Services, id: &str) {
-        if let Some(copier) = services.copiers().find(id) {
-            self.streams.iter().for_each(|stream| copier.process_deleted(*stream));
-        }
-        services.copiers().close(id, self.console.into_iter().collect());
+    pub fn close(mut self, services: &mut Services, key: &ProcessKey) {
+        services.copiers().close(key, self.console.into_iter().collect());
+        services.copiers().end(key);
         self.waiters.fail(services);
         if let Some((reply, _)) = self.drain {
             services.respond(reply, Err(Error::not_found("process was deleted")));

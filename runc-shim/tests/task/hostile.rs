@@ -454,6 +454,25 @@ fn a_process_that_holds_the_lock_of_its_pipe_can_be_killed() {
 
 /// Promise: container_delays_no_other.
 #[test]
+fn a_process_that_holds_the_lock_of_its_pipe_delays_no_exec_of_its_container() {
+    let mut pod = Pod::new();
+    let held = run_holder(&pod, "a");
+    let out = pod.fifo("out");
+    let stdout = pod::reader(&out);
+    pod.exec("a", "e", "echo exec", &Container { stdout: out, ..Default::default() }).unwrap();
+    pod.start("a", "e").unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 0);
+    assert_eq!(stdout.join().unwrap(), b"exec\n");
+    pod.delete("a", "e").unwrap();
+    assert!(sleeps_uninterruptibly(pod.shim.id()), "the lock is held all the time");
+    eventually("the end of the exec's thread", || (threads(pod.shim.id()) == 2).then_some(()));
+    pod.end("a");
+    assert_eq!(held.join().unwrap(), b"full\n");
+    pod.shut_down();
+}
+
+/// Promise: container_delays_no_other.
+#[test]
 fn a_process_that_holds_the_lock_of_its_pipe_delays_no_other_container() {
     let mut pod = Pod::new();
     let (out, exec_out, late_out) = (pod.fifo("out"), pod.fifo("exec-out"), pod.fifo("late-out"));

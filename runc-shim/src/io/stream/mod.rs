@@ -1,4 +1,4 @@
-//! Streams between a container and containerd, copied by the container's copier thread.
+//! Streams between a process and containerd, copied by the process's copier thread.
 
 mod streams;
 
@@ -6,11 +6,12 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::FileType;
 use rustix::io::Errno;
-
-use crate::reactor::UNWATCHED_WAIT;
+use rustix::termios::SpecialCodeIndex;
 
 pub use self::streams::Streams;
+use crate::reactor::UNWATCHED_WAIT;
 
 /// Maximum number of bytes, and of reads, that are copied of one stream before the other streams.
 /// A pipe in packet mode (`O_DIRECT`) returns one packet for each read, which may be one byte.
@@ -20,9 +21,8 @@ const MAX_READS_AT_ONCE: usize = 256;
 /// Size of one read, bytes.
 const BUFFER: usize = 8192;
 
-/// Number of pending bytes at which reading from a terminal that hangs up ends. A terminal holds
-/// less; processes may still write.
-const MAX_KEPT: usize = 64 << 10;
+/// The default of the character that ends the input of a terminal (termios(3)).
+const EOT: u8 = 4;
 
 /// Delay before another write after one that has failed, for example because the disk is full.
 const FAILED_WAIT: Duration = Duration::from_millis(500);
@@ -30,13 +30,15 @@ const FAILED_WAIT: Duration = Duration::from_millis(500);
 /// One stream: bytes are copied in one direction.
 #[derive(Debug)]
 pub struct Stream {
-    /// `None`: a terminal that has hung up. The stream ends when `held` is written.
+    /// `None`: the input of a terminal has ended. The stream ends when `held` is written.
     from: Option<OwnedFd>,
     to: OwnedFd,
-    /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader.
+    /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader. `None`
+    /// once the input of a terminal has ended: a caller that is gone does not read, either, and then
+    /// the terminal hangs up.
     reader: Option<OwnedFd>,
     is_output: bool,
-    /// `from` is a terminal.
+    /// The process's end is a terminal.
     is_terminal: bool,
     /// Bytes that were read and not written yet.
     held: Vec<u8>,
@@ -107,7 +109,7 @@ impl Failure {
 
 impl Stream {
     /// A stream from a process to containerd. Makes both ends non-blocking: one thread copies all
-    /// streams of the container, and no process may block it.
+    /// streams of a process, and none may block the others.
     ///
     /// # Errors
     /// The kernel refuses that.
@@ -132,7 +134,7 @@ impl Stream {
         })
     }
 
-    /// The same stream, with a terminal as its source.
+    /// The same stream, with a terminal at the process's end.
     pub fn of_terminal(self) -> Self {
         Self { is_terminal: true, ..self }
     }
@@ -188,11 +190,8 @@ impl Stream {
     /// Reads once and writes what was read. Does not use splice(2), which holds the locks of both
     /// pipes, so that containerd would sleep together with this thread.
     fn copy(&mut self) -> Result<usize, Failure> {
-        if self.held.is_empty() {
-            self.read()?;
-            if self.held.is_empty() {
-                return Ok(0);
-            }
+        if self.held.is_empty() && self.read()? == 0 && !self.write_end_of_file() {
+            return Ok(0);
         }
         let written = rustix::io::write(&self.to, &self.held);
         let count = written.map_err(|e| self.write_failed(e))?;
@@ -218,16 +217,17 @@ impl Stream {
         Ok(count)
     }
 
-    /// Reads what is pending, and closes the terminal.
-    fn hang_up(&mut self) {
-        // Bounded, because processes may still write.
-        while self.held.len() < MAX_KEPT {
-            match self.read() {
-                Ok(1..) | Err(Failure::Interrupted) => {}
-                _ => break,
-            }
+    /// Has the input of a terminal end with the characters after which the process reads the end of
+    /// the file. False: this is another stream, or they were written.
+    fn write_end_of_file(&mut self) -> bool {
+        if self.is_output || !self.is_terminal || self.from.take().is_none() {
+            return false;
         }
-        self.from = None;
+        let attributes = rustix::termios::tcgetattr(&self.to);
+        let character = attributes.map_or(EOT, |it| it.special_codes[SpecialCodeIndex::VEOF]);
+        // The first one only ends a line that is not complete.
+        self.held = vec![character; 2];
+        true
     }
 
     fn write_failed(&mut self, e: Errno) -> Failure {
@@ -250,8 +250,18 @@ impl Stream {
         let drained = self.held.is_empty() && !self.from.as_ref().is_some_and(has_more);
         match self.left_to_copy {
             Some(_) => drained || !self.has_reader(),
-            None => self.finishing && drained,
+            None if self.finishing => drained,
+            None => {
+                let may_hang_up = self.is_output && self.is_terminal && self.reader.is_none();
+                may_hang_up && !self.has_reader()
+            }
         }
+    }
+
+    /// Whether the destination is a FIFO, or a pipe.
+    fn is_to_fifo(&self) -> bool {
+        let stat = rustix::fs::fstat(&self.to);
+        stat.is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode).is_fifo())
     }
 
     /// Whether the FIFO has a reader. `reader` must be closed, so that the shim is not counted.

@@ -1,4 +1,4 @@
-//! The streams of a container and its execs, as the copier thread handles them.
+//! The streams of a process, as the copier thread handles them.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,14 +17,14 @@ const PIPE_SIZE: usize = 64 << 10;
 const FIRST_WAIT: Duration = Duration::from_millis(20);
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
-/// The streams of a container and its execs.
+/// The streams of a process.
 #[derive(Debug, Default)]
 pub struct Streams {
     /// The container's id, for messages.
     container: String,
     streams: BTreeMap<u32, Stream>,
-    /// The ids of streams that have ended.
-    ended: Vec<u32>,
+    /// How many output streams have ended.
+    ended: usize,
     /// The ids of streams that may have more to copy.
     ready: Vec<u32>,
     /// An error of epoll was logged.
@@ -37,8 +37,14 @@ impl Streams {
         Self { container: container.to_owned(), ..Self::default() }
     }
 
-    /// Begins to copy a stream with this id.
-    pub fn add(&mut self, id: u32, mut stream: Stream, reactor: &Reactor) {
+    /// Begins to copy the streams of the process.
+    pub fn copy(&mut self, streams: Vec<Stream>, reactor: &Reactor) {
+        for (id, stream) in (0..).zip(streams) {
+            self.add(id, stream, reactor);
+        }
+    }
+
+    fn add(&mut self, id: u32, mut stream: Stream, reactor: &Reactor) {
         let from = stream.from.iter().map(|from| (from, EventFlags::IN));
         for (end, flag) in from.chain([(&stream.to, EventFlags::OUT)]) {
             match reactor.add(end, Source::Stream(id), flag | EventFlags::ET) {
@@ -94,54 +100,36 @@ impl Streams {
         }
     }
 
-    /// The ids of the streams that have ended since the last call.
-    pub fn take_ended(&mut self) -> Vec<u32> {
+    /// How many output streams have ended since the last call.
+    pub fn take_ended(&mut self) -> usize {
         std::mem::take(&mut self.ended)
     }
 
-    /// Ends a stream after the process has exited: an output stream when its pending output is
-    /// copied, an input stream at once.
-    pub fn finish(&mut self, id: u32) {
-        match self.streams.get_mut(&id) {
-            Some(stream) if stream.is_output => {
-                stream.finishing = true;
-                self.ready(id);
-            }
-            _ => self.remove(id),
+    /// Handles the exit of a process with a terminal, or its hang-up: an output stream ends when
+    /// its pending output is copied, an input stream at once.
+    pub fn finish(&mut self) {
+        self.streams.retain(|_, stream| stream.is_output);
+        for stream in self.streams.values_mut() {
+            stream.finishing = true;
         }
-    }
-
-    /// Closes a terminal. Its pending output is still copied, however slow its reader is; an input
-    /// stream ends at once.
-    pub fn hang_up(&mut self, id: u32) {
-        match self.streams.get_mut(&id) {
-            Some(stream) if stream.is_output => {
-                stream.hang_up();
-                self.ready(id);
-            }
-            _ => self.end(id),
-        }
+        self.ready.extend(self.streams.keys());
     }
 
     /// Handles the deletion of the process: pending output is still copied as long as its FIFO has
     /// a reader; any other stream is closed. What other processes with the same pipe write later is
     /// not copied: containerd waits for the end of the output of a deleted exec (`process.Delete`
     /// of its client), and these processes may never exit.
-    pub fn process_deleted(&mut self, id: u32) {
-        if let Some(stream) = self.streams.get_mut(&id)
-            && stream.is_output
-            && stream.last_wait.is_none()
-            && stream.reader.take().is_some()
-            && stream.has_reader()
-        {
+    pub fn process_deleted(&mut self) {
+        self.streams.retain(|_, stream| {
+            stream.reader = None;
+            let is_pending = stream.is_output && stream.last_wait.is_none() && stream.is_to_fifo();
             // A terminal has no pipe size; it holds less.
             let size = |from| rustix::pipe::fcntl_getpipe_size(from).unwrap_or(PIPE_SIZE);
             let in_pipe = stream.from.as_ref().map_or(0, size);
             stream.left_to_copy = Some(in_pipe + stream.held.len());
-            self.ready(id);
-        } else {
-            self.remove(id);
-        }
+            is_pending && stream.has_reader()
+        });
+        self.ready.extend(self.streams.keys());
     }
 
     /// Whether output of a deleted process is being copied.
@@ -152,10 +140,6 @@ impl Streams {
     /// Whether there is no stream.
     pub fn is_empty(&self) -> bool {
         self.streams.is_empty()
-    }
-
-    fn remove(&mut self, id: u32) {
-        self.streams.remove(&id);
     }
 
     /// When [`Streams::run`] or [`Streams::handle_timeouts`] has work to do at the latest.
@@ -194,17 +178,21 @@ impl Streams {
         });
     }
 
-    /// Ends a stream. The FIFO stays open until its last output has a reader, because it has none
-    /// while containerd restarts.
+    /// Ends a stream. The FIFO of an output stays open until the last output has a reader, because
+    /// it has none while containerd restarts.
     fn end(&mut self, id: u32) {
         let Some(stream) = self.streams.get_mut(&id) else { return };
-        self.ended.push(id);
-        let keeps = stream.reader.is_some() && !stream.may_close();
-        if keeps {
-            stream.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
-        } else {
-            self.streams.remove(&id);
+        if stream.is_output {
+            self.ended += 1;
+            if stream.reader.is_some() && !stream.may_close() {
+                stream.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
+                return;
+            }
+        } else if stream.from.is_none() {
+            self.streams.values_mut().for_each(|stream| stream.reader = None);
+            self.ready.extend(self.streams.keys());
         }
+        self.streams.remove(&id);
     }
 }
 
@@ -236,7 +224,7 @@ mod tests {
         rustix::io::write(&writer, b"word").unwrap();
         drop(writer);
         streams.run();
-        assert_eq!(streams.take_ended(), [1]);
+        assert_eq!(streams.take_ended(), 1);
         assert!(!streams.is_empty(), "the output has no reader yet");
         std::fs::remove_file(&path).unwrap();
         std::thread::sleep(FIRST_WAIT);
@@ -265,9 +253,9 @@ mod tests {
             streams.take_ended()
         };
         rustix::io::write(&writer, b"word").unwrap();
-        assert!(later().is_empty());
+        assert_eq!(later(), 0);
         assert_eq!(rustix::io::read(&reader, &mut [0; 8]).unwrap(), 4);
         drop(writer);
-        assert_eq!(later(), [1]);
+        assert_eq!(later(), 1);
     }
 }
