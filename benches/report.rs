@@ -143,8 +143,8 @@ const BOUNDS: [Bound; 25] = [
         key: "output_mb_per_s_ours_over_builtin",
         what: "output of a container, from its standard output to its log",
         hold: AtLeast(1.0),
-        held_back_by: "the copier thread reads and writes 8 KiB at a time. It does not splice: a \
-                       splice holds the lock of containerd's FIFO",
+        held_back_by: "containerd's own work on the log, with the same time in both. The copier \
+                       thread does not splice: a splice holds the lock of containerd's FIFO",
     },
     Bound {
         key: "pods_per_s_hostnet_ours_over_builtin",

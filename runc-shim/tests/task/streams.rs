@@ -1,7 +1,7 @@
 //! Standard streams: FIFOs, terminals, files, logging programs.
 
 use std::fs::OpenOptions;
-use std::io::{Read as _, Write as _};
+use std::io::{ErrorKind, Read as _, Write as _};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -247,6 +247,32 @@ fn no_byte_is_lost_or_doubled_whatever_the_reader_does() {
 }
 
 #[test]
+fn much_output_has_large_pipes_and_memory_only_while_it_lasts() {
+    let mut pod = Pod::new();
+    let out = pod.fifo("out");
+    let mut fifo = pod::open(&out);
+    let before = pod.memory();
+    let with = Container { stdout: out, ..Default::default() };
+    pod.run("a", "dd if=/dev/zero bs=1M count=8 2>/dev/null; exec sleep 1000", &with);
+    eventually("more than a small FIFO holds", || {
+        (rustix::io::ioctl_fionread(&fifo).unwrap() > 128 << 10).then_some(())
+    });
+    let mut all = Vec::new();
+    eventually("all output", || {
+        // The end does not come while the container runs.
+        assert_eq!(fifo.read_to_end(&mut all).unwrap_err().kind(), ErrorKind::WouldBlock);
+        (all.len() == 8 << 20).then_some(())
+    });
+    eventually("a small FIFO", || {
+        (rustix::pipe::fcntl_getpipe_size(&fifo).unwrap() == 64 << 10).then_some(())
+    });
+    let after = pod.memory();
+    assert!(after < before + 100, "{before} kB, then {after} kB");
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
 fn the_last_output_of_a_terminal_waits_for_its_reader() {
     let mut pod = Pod::new();
     let out = pod.fifo("out");
@@ -401,7 +427,9 @@ fn a_process_that_does_not_read_its_input_delays_no_other_stream() {
     let writer = std::thread::spawn({
         let input = input.clone();
         // Fails when the process has ended.
-        move || std::fs::File::options().write(true).open(input).unwrap().write_all(&[7; 300 << 10])
+        move || {
+            std::fs::File::options().write(true).open(input).unwrap().write_all(&vec![7; 1 << 20])
+        }
     });
     eventually("pipe and FIFO are full", || (unread(&input) >= 60 << 10).then_some(()));
     let out = pod.fifo("out");

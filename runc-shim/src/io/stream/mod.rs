@@ -1,5 +1,6 @@
 //! Streams between a process and containerd, copied by the process's copier thread.
 
+mod buffer;
 mod streams;
 
 use std::os::fd::OwnedFd;
@@ -10,6 +11,7 @@ use rustix::fs::FileType;
 use rustix::io::Errno;
 use rustix::termios::SpecialCodeIndex;
 
+use self::buffer::Buffer;
 pub use self::streams::Streams;
 use crate::reactor::UNWATCHED_WAIT;
 
@@ -17,9 +19,6 @@ use crate::reactor::UNWATCHED_WAIT;
 /// A pipe in packet mode (`O_DIRECT`) returns one packet for each read, which may be one byte.
 const MAX_BYTES_AT_ONCE: usize = 1 << 20;
 const MAX_READS_AT_ONCE: usize = 256;
-
-/// Size of one read, bytes.
-const BUFFER: usize = 8192;
 
 /// The default of the character that ends the input of a terminal (termios(3)).
 const EOT: u8 = 4;
@@ -30,7 +29,7 @@ const FAILED_WAIT: Duration = Duration::from_millis(500);
 /// One stream: bytes are copied in one direction.
 #[derive(Debug)]
 pub struct Stream {
-    /// `None`: the input of a terminal has ended. The stream ends when `held` is written.
+    /// `None`: the input of a terminal has ended. The stream ends when its buffer is written.
     from: Option<OwnedFd>,
     to: OwnedFd,
     /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader. `None`
@@ -40,8 +39,7 @@ pub struct Stream {
     is_output: bool,
     /// The process's end is a terminal.
     is_terminal: bool,
-    /// Bytes that were read and not written yet.
-    held: Vec<u8>,
+    buffer: Buffer,
     /// All is copied and the FIFO is kept open for a reader: the time of the next check, and the
     /// delay before it.
     last_wait: Option<(Instant, Duration)>,
@@ -123,7 +121,7 @@ impl Stream {
             reader,
             is_output: true,
             is_terminal: false,
-            held: Vec::new(),
+            buffer: Buffer::default(),
             last_wait: None,
             finishing: false,
             left_to_copy: None,
@@ -172,6 +170,7 @@ impl Stream {
                 Err(Failure::Interrupted) => {}
                 Err(Failure::Blocked) if self.is_over() => return CopyResult::Ended,
                 Err(Failure::Blocked) => {
+                    self.shrink(Instant::now());
                     if !self.is_watched {
                         self.retry_at = Some(Instant::now() + UNWATCHED_WAIT);
                     }
@@ -190,31 +189,29 @@ impl Stream {
     /// Reads once and writes what was read. Does not use splice(2), which holds the locks of both
     /// pipes, so that containerd would sleep together with this thread.
     fn copy(&mut self) -> Result<usize, Failure> {
-        if self.held.is_empty() && self.read()? == 0 && !self.write_end_of_file() {
+        if self.buffer.pending().is_empty() && self.read()? == 0 && !self.write_end_of_file() {
             return Ok(0);
         }
-        let written = rustix::io::write(&self.to, &self.held);
+        let written = rustix::io::write(&self.to, self.buffer.pending());
         let count = written.map_err(|e| self.write_failed(e))?;
+        self.buffer.advance(count);
         self.left_to_copy = self.left_to_copy.map(|left| left.saturating_sub(count));
-        if count == self.held.len() {
-            self.held = Vec::new();
-        } else {
-            self.held.drain(..count);
-        }
         Ok(count)
     }
 
     /// Reads once; 0: there will be nothing more.
     fn read(&mut self) -> Result<usize, Failure> {
         let Some(from) = &self.from else { return Ok(0) };
-        let mut buffer = [0; BUFFER];
-        let count = match rustix::io::read(from, &mut buffer) {
+        match self.buffer.read(from, &self.to) {
             // No process has the terminal open, but one may open it again.
-            Err(Errno::IO) if self.is_terminal => return Err(Failure::Blocked),
-            read => read.map_err(Failure::of_read)?,
-        };
-        self.held.extend_from_slice(buffer.get(..count).unwrap_or_default());
-        Ok(count)
+            Err(Errno::IO) if self.is_terminal => Err(Failure::Blocked),
+            read => read.map_err(Failure::of_read),
+        }
+    }
+
+    /// Gives memory back that is not used.
+    fn shrink(&mut self, now: Instant) {
+        self.buffer.shrink(self.from.iter().chain([&self.to]), now);
     }
 
     /// Has the input of a terminal end with the characters after which the process reads the end of
@@ -226,7 +223,7 @@ impl Stream {
         let attributes = rustix::termios::tcgetattr(&self.to);
         let character = attributes.map_or(EOT, |it| it.special_codes[SpecialCodeIndex::VEOF]);
         // The first one only ends a line that is not complete.
-        self.held = vec![character; 2];
+        self.buffer.put(vec![character; 2]);
         true
     }
 
@@ -247,7 +244,7 @@ impl Stream {
     /// Whether the stream ends although not all writers have closed it.
     fn is_over(&self) -> bool {
         let has_more = |from| is(from, PollFlags::IN);
-        let drained = self.held.is_empty() && !self.from.as_ref().is_some_and(has_more);
+        let drained = self.buffer.pending().is_empty() && !self.from.as_ref().is_some_and(has_more);
         match self.left_to_copy {
             Some(_) => drained || !self.has_reader(),
             None if self.finishing => drained,

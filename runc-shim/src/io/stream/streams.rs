@@ -6,12 +6,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 
+use super::buffer::PIPE;
 use super::{CopyResult, Stream};
 use crate::log;
 use crate::reactor::{Reactor, Source};
-
-/// Default size of a pipe, bytes (pipe(7)).
-const PIPE_SIZE: usize = 64 << 10;
 
 /// Delays between checks for a reader of the last output: the first and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(20);
@@ -124,9 +122,9 @@ impl Streams {
             stream.reader = None;
             let is_pending = stream.is_output && stream.last_wait.is_none() && stream.is_to_fifo();
             // A terminal has no pipe size; it holds less.
-            let size = |from| rustix::pipe::fcntl_getpipe_size(from).unwrap_or(PIPE_SIZE);
+            let size = |from| rustix::pipe::fcntl_getpipe_size(from).unwrap_or(PIPE);
             let in_pipe = stream.from.as_ref().map_or(0, size);
-            stream.left_to_copy = Some(in_pipe + stream.held.len());
+            stream.left_to_copy = Some(in_pipe + stream.buffer.pending().len());
             is_pending && stream.has_reader()
         });
         self.ready.extend(self.streams.keys());
@@ -149,14 +147,18 @@ impl Streams {
         }
         let times = self.streams.values().map(|stream| {
             let last = stream.last_wait.map(|(at, _)| at);
-            last.or(stream.retry_at)
+            [last.or(stream.retry_at), stream.buffer.deadline()].into_iter().flatten().min()
         });
         times.flatten().min()
     }
 
-    /// Closes the FIFOs that have got a reader, and copies the streams whose next attempt is due.
+    /// Closes the FIFOs that have got a reader, copies the streams whose next attempt is due, and
+    /// gives memory back.
     pub fn handle_timeouts(&mut self) {
         let now = Instant::now();
+        for stream in self.streams.values_mut() {
+            stream.shrink(now);
+        }
         let due = self
             .streams
             .iter_mut()
