@@ -16,11 +16,13 @@ mod fuse_programs;
 mod hangs;
 mod hostile;
 mod joins;
+mod locks;
 mod pod;
 mod rights;
 mod rootfs;
 mod sandbox;
 mod streams;
+mod terminals;
 
 // The one that kills the daemon.
 #[path = "../../../tests/faults/tracer.rs"]
