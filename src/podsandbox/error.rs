@@ -1,6 +1,8 @@
 //! Why an RPC was refused or failed.
 
-use crate::error::{StepErrors, bounded};
+use std::io;
+
+use crate::error::{StepError, StepErrors, bounded};
 
 /// Why an RPC was refused or failed. The wire's table gives each variant its RPC code.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -90,6 +92,18 @@ impl Error {
     pub fn invalid(id: &str, field: &str, reason: String) -> Self {
         Self::Invalid { id: shorten(id), field: field.to_owned(), reason }
     }
+
+    /// The file that a field of the request names cannot be read. The field is not what it must be,
+    /// unless the node lacks what a reader needs.
+    pub fn unreadable(id: &str, field: &str, path: &str, e: io::Error) -> Self {
+        match e.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM) => {
+                let steps = StepError::at("read", path, e).into();
+                Self::Failed { id: shorten(id), rpc: "create", steps }
+            }
+            _ => Self::invalid(id, field, format!("{}: {e}", shorten(path))),
+        }
+    }
 }
 
 /// The beginning of a message that names the sandbox, if there is one.
@@ -100,4 +114,23 @@ fn subject(id: &str) -> String {
 /// Shortens a text of a caller to fit one line of a message.
 pub fn shorten(text: &str) -> String {
     bounded(text, 80)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_not_read_for_lack_of_resources_makes_no_field_invalid() {
+        let unreadable = |errno| {
+            let e = io::Error::from_raw_os_error(errno);
+            Error::unreadable("a", "netns_path", "/run/netns/x", e)
+        };
+        for errno in [libc::EMFILE, libc::ENFILE, libc::ENOMEM] {
+            assert!(matches!(unreadable(errno), Error::Failed { .. }), "{errno}");
+        }
+        for errno in [libc::ENOENT, libc::ENOTDIR, libc::ELOOP, libc::EACCES] {
+            assert!(matches!(unreadable(errno), Error::Invalid { .. }), "{errno}");
+        }
+    }
 }

@@ -162,7 +162,7 @@ fn netns(id: &str, host_network: bool, path: &str) -> Result<Option<PathBuf>, Er
     match native::is_network_namespace(Path::new(path)) {
         Ok(true) => Ok(Some(path.into())),
         Ok(false) => refuse(format!("{path} is not a network namespace")),
-        Err(e) => refuse(format!("{}: {e}", shorten(path))),
+        Err(e) => Err(Error::unreadable(id, "netns_path", path, e)),
     }
 }
 

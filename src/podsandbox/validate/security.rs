@@ -53,7 +53,7 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
     let Some(seccomp) = security.seccomp.as_ref() else {
         let path = security.seccomp_profile_path.as_str();
         if path.starts_with(LOCALHOST) && !security.privileged {
-            return check_profile(path).or_else(|reason| refuse("seccomp_profile_path", &reason));
+            return check_profile(id, "seccomp_profile_path", path);
         }
         let known = ["", "runtime/default", "docker/default", "unconfined"].contains(&path);
         if !known && !path.starts_with(LOCALHOST) {
@@ -68,8 +68,9 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
         return Ok(());
     }
     match seccomp.profile_type.enum_value() {
-        Ok(ProfileType::Localhost) => check_profile(&seccomp.localhost_ref)
-            .or_else(|reason| refuse("seccomp.localhost_ref", &reason)),
+        Ok(ProfileType::Localhost) => {
+            check_profile(id, "seccomp.localhost_ref", &seccomp.localhost_ref)
+        }
         Ok(_) if seccomp.localhost_ref.is_empty() => Ok(()),
         Ok(_) => refuse("seccomp.localhost_ref", "is only valid with profile type Localhost"),
         Err(_) => {
@@ -80,22 +81,22 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
 
 /// Looks for a profile where containerd does: a file that holds a JSON object. What is in it
 /// concerns the containers alone.
-fn check_profile(reference: &str) -> Result<(), String> {
+fn check_profile(id: &str, field: &str, reference: &str) -> Result<(), Error> {
     let path = reference.strip_prefix(LOCALHOST).unwrap_or(reference);
-    let refuse =
-        |reason: &dyn std::fmt::Display| format!("names the profile {:?}: {reason}", shorten(path));
+    let field = format!("{FIELD}.{field}");
+    let refuse = |reason: &dyn std::fmt::Display| {
+        Error::invalid(id, &field, format!("names the profile {:?}: {reason}", shorten(path)))
+    };
+    let unreadable = |e| Error::unreadable(id, &field, path, e);
     // A fifo must hold up nothing.
-    let file = File::options()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)
-        .map_err(|e| refuse(&e))?;
-    let about = file.metadata().map_err(|e| refuse(&e))?;
+    let file =
+        File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(unreadable)?;
+    let about = file.metadata().map_err(unreadable)?;
     if !about.is_file() || about.len() > LARGEST_PROFILE {
         return Err(refuse(&format_args!("is not a file of at most {LARGEST_PROFILE} bytes")));
     }
     let mut text = Vec::new();
-    file.take(LARGEST_PROFILE).read_to_end(&mut text).map_err(|e| refuse(&e))?;
+    file.take(LARGEST_PROFILE).read_to_end(&mut text).map_err(unreadable)?;
     let profile = serde_json::from_slice::<HashMap<String, IgnoredAny>>(&text);
     profile.map(drop).map_err(|e| refuse(&format_args!("is not a seccomp profile: {e}")))
 }
