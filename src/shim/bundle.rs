@@ -83,8 +83,8 @@ impl Bundle {
         shim_log::make_fifo(&self.log())
     }
 
-    /// What is on record; `None`: there is no shim. Of one whose record makes no sense no more is
-    /// known than of a launch that was interrupted.
+    /// The record of the shim; `None`: there is no shim. A record that makes no sense says no more
+    /// than that of an interrupted launch.
     ///
     /// # Errors
     /// It cannot be read.
@@ -310,10 +310,10 @@ pub(super) mod tests {
         // Also another time.
         for _ in 0..2 {
             let last = bundle.make_deletion_bundle("a", Some(&options), &containerds).unwrap();
-            for of in [&last, &containerds] {
-                assert_eq!(fs::read_to_string(of.join(OPTIONS)).unwrap(), written);
-                assert_eq!(fs::read_to_string(of.join("runtime")).unwrap(), "");
-                assert_eq!(fs::read_to_string(of.join(CONFIG)).unwrap(), "config");
+            for bundle in [&last, &containerds] {
+                assert_eq!(fs::read_to_string(bundle.join(OPTIONS)).unwrap(), written);
+                assert_eq!(fs::read_to_string(bundle.join("runtime")).unwrap(), "");
+                assert_eq!(fs::read_to_string(bundle.join(CONFIG)).unwrap(), "config");
             }
             assert!(last.join(OPTIONS).is_symlink() && last.join(CONFIG).is_symlink());
         }

@@ -1,4 +1,4 @@
-//! What a shim writes, into the daemon's log: read from the fifo `log` in its bundle, bounded.
+//! Copies the lines of a shim into the daemon's log: reads the fifo `log` in its bundle, bounded.
 
 use std::fs::File;
 use std::fs::OpenOptions;
@@ -24,7 +24,7 @@ const LONGEST: usize = 2048;
 const MAX_LINES_PER_WINDOW: u32 = 100;
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// What a pipe holds; bytes.
+/// Capacity of a pipe, bytes.
 const PIPE_CAPACITY: u64 = 64 << 10;
 
 /// Reads the fifo until dropped, and then what is still in it.

@@ -1,4 +1,4 @@
-//! What follows from a shim's exit: an empty shim may exit; containers that it served are lost, and
+//! The consequences of a shim's exit: an empty shim may exit; containers that it served are lost, and
 //! the sandbox fails with them. Either way no process and no state of theirs is to stay.
 
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ const LAST_SEARCH_DELAY: Duration = Duration::from_secs(10);
 pub(in crate::shim) struct ShimLeftovers {
     /// Containers that are lost with it: the sandbox fails.
     lost: Vec<Container>,
-    /// Containers that only the runtime still has a state of.
+    /// Containers of which only the runtime still has a state.
     forgotten: Vec<Container>,
     /// Processes in the pod's namespaces whose containers are unknown: killed with the sandbox, and
     /// no reason to fail it. If the pod stays, those that are not in its cgroup stay as well.
@@ -60,7 +60,7 @@ impl PodShim {
     }
 
     /// # Errors
-    /// What is left cannot be seen. Nothing was done.
+    /// The remaining containers cannot be determined. Nothing was done.
     async fn try_handle_shim_exit(
         self: &Arc<Self>,
         exit: Exit,
@@ -138,7 +138,7 @@ impl PodShim {
         Ok(ShimLeftovers { lost, forgotten, unknown })
     }
 
-    /// What has processes in the pod's own namespaces.
+    /// Finds the containers and processes in the pod's own namespaces.
     fn find_namespace_members(&self, pod: &dyn Pod) -> Result<NamespaceMembers, StepError> {
         let tasks = self.settings().tasks();
         containers::find_in_namespaces(
@@ -196,8 +196,8 @@ impl PodShim {
         let begin = move |shim: &Self| {
             // First: containerd removes its bundles at any moment.
             let options = shim.runtime().runc_options().ok().flatten();
-            let make = |of: &Container| {
-                shim.bundle().make_deletion_bundle(&of.id, options.as_ref(), &of.bundle)
+            let make = |Container { id, bundle }: &Container| {
+                shim.bundle().make_deletion_bundle(id, options.as_ref(), bundle)
             };
             let bundles: Vec<_> = all.iter().map(make).collect();
             (bundles, containers::kill(&all))

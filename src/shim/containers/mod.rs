@@ -125,12 +125,14 @@ impl<'a> CgroupSearch<'a> {
     /// does not live.
     fn living_in(&self, pid: u32) -> Result<Vec<(&'a Container, String)>, StepError> {
         let Some(cgroups) = cgroup::of_process(&pid.to_string())? else { return Ok(Vec::new()) };
-        let holds = |of: &&Container| cgroup::holds(Path::new(ROOT), &cgroups, &of.id, &self.node);
-        let mut of: Vec<_> = self.containers.iter().filter(holds).collect();
+        let holds = |container: &&Container| {
+            cgroup::holds(Path::new(ROOT), &cgroups, &container.id, &self.node)
+        };
+        let mut holders: Vec<_> = self.containers.iter().filter(holds).collect();
         if is_ending(pid) {
-            of.clear();
+            holders.clear();
         }
-        Ok(of.into_iter().map(|container| (container, cgroups.clone())).collect())
+        Ok(holders.into_iter().map(|container| (container, cgroups.clone())).collect())
     }
 
     /// Kills a process if it is in one of the containers. Returns their ids, each with the content
@@ -141,11 +143,14 @@ impl<'a> CgroupSearch<'a> {
         }
         // Checked again after the pidfd is open: the pid may have been reused before.
         let Some(process) = ProcessHandle::open(pid)? else { return Ok(Vec::new()) };
-        let of = self.living_in(pid)?;
-        if !of.is_empty() {
+        let holders = self.living_in(pid)?;
+        if !holders.is_empty() {
             process.kill()?;
         }
-        Ok(of.into_iter().map(|(container, cgroups)| (container.id.clone(), cgroups)).collect())
+        Ok(holders
+            .into_iter()
+            .map(|(container, cgroups)| (container.id.clone(), cgroups))
+            .collect())
     }
 }
 
@@ -170,7 +175,7 @@ pub fn any_alive(containers: &[Container]) -> Result<bool, StepError> {
 /// kernel may never exit: their exits are detected by repeated searches.
 ///
 /// # Errors
-/// What could not be killed. The others are killed nevertheless.
+/// A process could not be killed. The others are killed nevertheless.
 pub fn kill(containers: &[Container]) -> Result<(), StepError> {
     let search = CgroupSearch::new(containers)?;
     let mut left = 0;
@@ -227,7 +232,7 @@ pub struct NamespaceMembers {
     pub unknown: Vec<UnknownProcess>,
 }
 
-/// What has processes in any of these namespaces, which are the pod's own. Containers of other pods
+/// Finds the processes in these namespaces, which are the pod's own, and their containers. Containers of other pods
 /// that have entered them are left out, and so is `sandbox` itself. `tasks` is containerd's
 /// directory of bundles, `root` the runtime's of states.
 ///
@@ -304,14 +309,14 @@ fn inode((kind, file): &NamespaceHandle) -> Option<(&'static str, u64)> {
     Some((kind, file.metadata().ok()?.ino()))
 }
 
-/// The inode of a namespace of a process; `of` is its pid, or `self`.
-fn namespace(of: &str, kind: &str) -> Option<u64> {
-    fs::metadata(format!("/proc/{of}/ns/{kind}")).map(|meta| meta.ino()).ok()
+/// The inode of a namespace of a process; `process` is its pid, or `self`.
+fn namespace(process: &str, kind: &str) -> Option<u64> {
+    fs::metadata(format!("/proc/{process}/ns/{kind}")).map(|meta| meta.ino()).ok()
 }
 
 /// The namespace is no pod's own: the daemon is in it, or the node's first process.
 fn is_nodes(kind: &str, inode: u64) -> bool {
-    ["self", "1"].into_iter().any(|of| namespace(of, kind) == Some(inode))
+    ["self", "1"].into_iter().any(|process| namespace(process, kind) == Some(inode))
 }
 
 #[cfg(test)]
@@ -391,10 +396,11 @@ mod tests {
     fn containers_with_a_state_and_no_bundle_are_found() {
         let dir = tempfile::tempdir().unwrap();
         let (root, tasks) = (dir.path().join("runc"), dir.path().join("tasks"));
-        let runc = |of: &str| {
-            format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={of}","bundle=/x"]}}}}"#)
+        let runc = |sandbox: &str| {
+            format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={sandbox}","bundle=/x"]}}}}"#)
         };
-        let crun = |of: &str| format!(r#"{{ "annotations": {{ "{ANNOTATION}": "{of}" }} }}"#);
+        let crun =
+            |sandbox: &str| format!(r#"{{ "annotations": {{ "{ANNOTATION}": "{sandbox}" }} }}"#);
         for (id, file, state) in [
             ("runc", "state.json", runc("pod")),
             ("crun", "config.json", crun("pod")),

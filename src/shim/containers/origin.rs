@@ -15,7 +15,7 @@ pub const SANDBOX: &str = "sandbox";
 /// The container's spec in its bundle (`NewBundle`).
 const SPEC: &str = "config.json";
 
-/// What names a container's sandbox in its spec and its state: CRI's annotation, which runtimes
+/// The name of a container's sandbox in its spec and its state: CRI's annotation, which runtimes
 /// keep.
 pub const ANNOTATION: &str = "io.kubernetes.cri.sandbox-id";
 
@@ -117,14 +117,16 @@ mod tests {
     fn a_container_belongs_to_the_sandbox_only_if_files_of_root_say_so() {
         let dir = tempfile::tempdir().unwrap();
         let (tasks, root) = (dir.path().join("tasks"), dir.path().join("runc"));
-        let spec = |of: &str| {
-            format!(r#"{{"ociVersion":"1.2.0","annotations":{{"{ANNOTATION}":"{of}"}}}}"#)
+        let spec = |sandbox: &str| {
+            format!(r#"{{"ociVersion":"1.2.0","annotations":{{"{ANNOTATION}":"{sandbox}"}}}}"#)
         };
-        let runc = |of: &str| format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={of}"]}}}}"#);
+        let runc = |sandbox: &str| {
+            format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={sandbox}"]}}}}"#)
+        };
         for (path, content) in [
             ("tasks/own/sandbox", "pod".to_owned()),
             ("tasks/longer/sandbox", "pod2".to_owned()),
-            // What the bundle names counts, whatever the rest does.
+            // The name in the bundle counts, whatever the others say.
             ("tasks/foreign/sandbox", "other".to_owned()),
             ("tasks/foreign/config.json", spec("pod")),
             ("runc/foreign/state.json", runc("pod")),
