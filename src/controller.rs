@@ -186,7 +186,7 @@ impl SandboxService for Controller {
     }
 
     async fn platform(&self, id: &str) -> Result<Platform, Error> {
-        self.sandbox(id)?.prepare();
+        self.sandbox(id)?.prepare().await?;
         Ok(Platform::node())
     }
 

@@ -80,7 +80,12 @@ impl shim::Pod for PodOfEndpoint {
     }
 
     fn on_shim_serving(&self) {
-        self.jobs.record_task();
+        if self.lives() {
+            self.jobs.record_task();
+        } else {
+            // The cleanup after the exit of the pause process has found no shim.
+            self.jobs.dismiss_shim();
+        }
     }
 
     fn fail(&self) {
@@ -179,12 +184,7 @@ impl Sandbox {
         let jobs = self.jobs.clone();
         drop(tokio::spawn(async move {
             let _ = recovery.await;
-            let ends = !pod.lives();
             jobs.shim.serve(pod);
-            // The cleanup after the exit of the pause process has found no shim.
-            if ends {
-                jobs.dismiss_shim();
-            }
         }));
     }
 
@@ -429,11 +429,20 @@ impl Sandbox {
         }
     }
 
+    /// The Task endpoint of the pod's containers.
+    pub fn endpoint(&self) -> &Arc<shim::Endpoint> {
+        &self.jobs.shim
+    }
+
     /// containerd creates a container of the pod: launches its shim before the first call.
-    pub fn prepare(&self) {
-        if self.phase() == Phase::Ready {
-            self.jobs.shim.prepare();
+    ///
+    /// # Errors
+    /// No shim comes: the failed step.
+    pub async fn prepare(&self) -> Result<(), Error> {
+        if self.phase() != Phase::Ready {
+            return Ok(());
         }
+        self.jobs.shim.prepare().await.map_err(|step| self.failed("platform", step))
     }
 
     async fn request(&self, rpc: Rpc, within: Option<Duration>) -> Result<(), Error> {

@@ -13,6 +13,8 @@
 //! other, so that no shim is launched after the end. An idle endpoint has no task: whatever changes
 //! its state starts one.
 
+mod callers;
+mod end;
 mod launch;
 
 use std::fmt;
@@ -25,25 +27,25 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::task::{Wake, Waker};
+use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
 
 use super::bundle::NEW;
-use super::pod_shim::{
-    PodShim, RETRY_DELAY, RecordedShim, RunningShim, SHIM_TIMEOUT, SHUTDOWN_DELAYS,
-};
+use super::pod_shim::{PodShim, RETRY_DELAY, RecordedShim, RunningShim, SHIM_TIMEOUT};
 use super::task::{self, PauseRefused};
 use super::{Pod, Runtime, Shims};
 use crate::error::{IoContext as _, StepError, gone};
-use crate::exit::{self, Backoff, SHIM};
+use crate::exit::{Backoff, SHIM, retry};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::handle::{self, Watched};
 use crate::process::memory::private_memory;
 use crate::process::{Exit, Identity, Process};
+
+pub(super) use callers::SpareDescriptor;
 
 /// For the shim of an earlier daemon, which may run unseen.
 const RECOVERY: Backoff = Backoff::constant(RETRY_DELAY);
@@ -51,6 +53,7 @@ const RECOVERY: Backoff = Backoff::constant(RETRY_DELAY);
 /// The Task endpoint of a pod's containers.
 #[derive(Debug)]
 pub struct Endpoint {
+    shims: Arc<Shims>,
     shim: Arc<PodShim>,
     state: Mutex<State>,
     /// Wakes the serving task while it waits to retry what has failed.
@@ -58,9 +61,6 @@ pub struct Endpoint {
     /// Held while a socket is made, a shim is searched or launched, by the end, and by Start until
     /// the pause process is recorded. Waiting for it takes no thread.
     launch_lock: tokio::sync::Mutex<()>,
-    /// Held while an empty shim is asked to exit: it leaves a second connection in the socket's
-    /// queue, as a caller for whom another shim is launched.
-    dismissal_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -75,6 +75,8 @@ struct State {
     missed: Option<Exit>,
     /// A shim is to be launched: a caller waits, or is about to come.
     wanted: bool,
+    /// Why the last launch failed; `None` after a shim has answered.
+    failure: Option<Arc<StepError>>,
     ended: bool,
     /// No task serves, as there is nothing to do.
     idle: Option<Idle>,
@@ -94,7 +96,7 @@ impl fmt::Debug for Idle {
     }
 }
 
-/// What the serving task does next.
+/// The next action of the serving task.
 enum Step {
     /// It has ended, or is idle.
     Nothing,
@@ -111,15 +113,15 @@ impl Endpoint {
     /// is made yet.
     pub fn new(shims: &Arc<Shims>, id: &SandboxId, runtime: &Arc<Runtime>) -> Arc<Self> {
         Arc::new(Self {
+            shims: shims.clone(),
             shim: Arc::new(PodShim::new(shims.clone(), id.clone(), runtime.clone())),
             state: Mutex::default(),
             changed: Notify::new(),
             launch_lock: Default::default(),
-            dismissal_lock: Default::default(),
         })
     }
 
-    /// What Start answers: where containerd finds the Task API, `PROTOCOL+URL`.
+    /// The address in the response to Start, where containerd finds the Task API, `PROTOCOL+URL`.
     pub fn address(&self) -> String {
         format!("ttrpc+unix://{}", self.socket().display())
     }
@@ -155,6 +157,24 @@ impl Endpoint {
     /// The pod's shim can serve a task of the sandbox itself: it is this project's own.
     pub fn serves_sandbox(&self) -> bool {
         self.shim.own_shim().is_some()
+    }
+
+    /// The sandbox id.
+    pub(super) fn id(&self) -> &str {
+        self.shim.id()
+    }
+
+    /// The process of the pod's shim, if that is this project's own and runs.
+    pub(super) fn own_process(&self) -> Option<Arc<dyn Process>> {
+        self.process().filter(|_| self.serves_sandbox())
+    }
+
+    /// Calls the pod's shim: returns when it answers.
+    ///
+    /// # Errors
+    /// It does not.
+    pub(super) async fn call(&self, within: Duration) -> Result<(), StepError> {
+        task::probe(&self.socket(), self.shim.id(), within).await
     }
 
     /// Names the pause process to the pod's shim, for the sandbox's task.
@@ -225,7 +245,7 @@ impl Endpoint {
         tokio::spawn(async move {
             // A change, such as the end of the endpoint, interrupts the delay.
             let changed = || endpoint.changed.notified();
-            exit::retry(RECOVERY, changed, async |failures| match endpoint.try_recover().await {
+            retry(RECOVERY, changed, async |failures| match endpoint.try_recover().await {
                 Ok(()) => ControlFlow::Break(()),
                 Err(step) => {
                     if failures == 0 {
@@ -287,12 +307,28 @@ impl Endpoint {
         }
     }
 
-    /// containerd creates a container: launches the shim before the first call.
-    pub fn prepare(self: &Arc<Self>) {
-        let mut state = self.state();
-        if state.open && state.running.is_none() && !state.ended {
+    /// containerd creates a container: launches the shim before the first call. After a launch that
+    /// failed the result of the next one is waited for: containerd shows the reason in the pod's
+    /// events, where a call that is disconnected has none.
+    ///
+    /// # Errors
+    /// Why no shim came.
+    pub async fn prepare(self: &Arc<Self>) -> Result<(), StepError> {
+        let last_failure = {
+            let mut state = self.state();
+            let last_failure = state.failure.clone();
+            // After a failure the shim that runs has not answered yet, or is being killed.
+            let serves = state.running.is_some() && last_failure.is_none();
+            if !state.open || serves || state.ended {
+                return Ok(());
+            }
             state.wanted = true;
             self.notify(state);
+            last_failure
+        };
+        match last_failure {
+            None => Ok(()),
+            Some(last) => Box::pin(self.next_launch(last)).await,
         }
     }
 
@@ -321,48 +357,58 @@ impl Endpoint {
     /// Does what there is to do. It is the only one to do so: it was started when the endpoint was
     /// no longer idle, and ends when it is idle again.
     async fn run(self: Arc<Self>, mut next: Step, pod: Arc<dyn Pod>) {
-        // In a row, of the attempts to have a socket and to watch it.
-        let mut failures = 0;
         loop {
-            let retries = matches!(next, Step::Listen | Step::Unwatched(_));
-            failures = if retries { failures + 1 } else { 0 };
             match next {
                 Step::Nothing => return,
-                Step::HandleExit(exit) => self.end_running(exit, &pod).await,
                 // There are as many of these futures as there are shims: what is not awaited now is
                 // boxed.
+                Step::Listen | Step::Unwatched(_) => {
+                    next = Box::pin(self.listen_and_watch(&pod)).await;
+                    continue;
+                }
+                Step::HandleExit(exit) => self.end_running(exit, &pod).await,
                 Step::Watch(process) => {
                     pod.on_shim_serving();
                     let exit = process.exited().await;
                     Box::pin(self.end_running(exit, &pod)).await;
                 }
                 Step::Launch => Box::pin(self.launch_and_watch(&pod)).await,
-                Step::Listen => match Box::pin(self.listen()).await {
-                    Ok(()) => failures = 0,
-                    Err(step) => {
-                        self.retry_later("failed to rebind task socket; retrying", &step, failures)
-                            .await;
-                    }
-                },
-                Step::Unwatched(e) => {
-                    self.retry_later("failed to watch task socket; retrying", &e, failures).await;
-                }
             }
             next = self.next(&pod);
         }
     }
 
-    /// Waits after that many failures in a row. A change, such as a container that is created or
-    /// the end of the endpoint, interrupts the delay. There may be thousands of pods that fail for
-    /// one reason: each of them logs the first failure only.
-    async fn retry_later(&self, what: &str, e: &(impl fmt::Display + Sync), failures: u32) {
-        if failures == 1 {
-            log::error!(sandbox = self.shim.id(); "{what}: {e}");
-        }
-        let _ = timeout(SHIM.delay(failures), self.changed.notified()).await;
+    /// Makes the socket and has it watched. Returns what there is to do then. A change, such as a
+    /// container that is created or the end of the endpoint, interrupts the delays. There may be
+    /// thousands of pods that fail for one reason: each of them logs the first failure only.
+    async fn listen_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Step {
+        retry(
+            SHIM,
+            || self.changed.notified(),
+            async |failures| {
+                match self.next(pod) {
+                    Step::Listen => match self.listen().await {
+                        Ok(()) => return ControlFlow::Break(self.next(pod)),
+                        Err(step) if failures == 0 => {
+                            log::error!(sandbox = self.shim.id();
+                            "failed to rebind task socket; retrying: {step}");
+                        }
+                        Err(_) => {}
+                    },
+                    Step::Unwatched(e) if failures == 0 => {
+                        log::error!(sandbox = self.shim.id();
+                        "failed to watch task socket; retrying: {e}");
+                    }
+                    Step::Unwatched(_) => {}
+                    next => return ControlFlow::Break(next),
+                }
+                ControlFlow::Continue(())
+            },
+        )
+        .await
     }
 
-    /// What there is to do. With nothing to do the endpoint is idle from now on, and the caller no
+    /// The next step. With nothing to do the endpoint is idle from now on, and the caller no
     /// longer serves it.
     fn next(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Step {
         let mut state = self.state();
@@ -389,77 +435,6 @@ impl Endpoint {
         };
         state.idle = Some(Idle { pod: pod.clone(), _called: called });
         Step::Nothing
-    }
-
-    /// The pod was stopped: shuts the shim down when it is empty. The endpoint stays, for calls
-    /// about containers that have exited. Returns at once.
-    pub fn dismiss(self: &Arc<Self>) {
-        if self.has_shim() {
-            drop(tokio::spawn(self.clone().shut_down_empty()));
-        }
-    }
-
-    async fn shut_down_empty(self: Arc<Self>) {
-        for delay in SHUTDOWN_DELAYS {
-            sleep(delay).await;
-            let _dismissal = self.dismissal_lock.lock().await;
-            let Some(process) = self.process().filter(|_| !self.state().ended) else { return };
-            match self.shim.shut_down_if_empty(&*process, &self.socket()).await {
-                Ok(true) => return,
-                Ok(false) => {}
-                Err(step) => {
-                    log::debug!(sandbox = self.shim.id(); "failed to shut down empty shim: {step}");
-                }
-            }
-        }
-    }
-
-    /// Ends shim, socket and bundle. Gone already is success.
-    ///
-    /// # Errors
-    /// Every step that failed.
-    pub async fn close(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
-        self.set_ended();
-        let _guard = self.launch_lock.lock().await;
-        self.end_shim().await.map_err(|step| vec![step])?;
-        // Removed only when no cleanup works in the bundle.
-        let _cleaning = self.shim.cleaning().lock().await;
-        if self.shim.blocking(PodShim::had_shim).await.map_err(|step| vec![step])? {
-            self.shim.clean_up_all().await.map_err(|step| vec![step])?;
-        }
-        self.blocking(|endpoint| endpoint.remove()).await.unwrap_or_else(|step| Err(vec![step]))
-    }
-
-    /// Nothing is launched any more, and the serving task looks again.
-    fn set_ended(self: &Arc<Self>) {
-        let mut state = self.state();
-        state.ended = true;
-        self.notify(state);
-    }
-
-    async fn end_shim(&self) -> Result<(), StepError> {
-        let known = self.process();
-        let process = match known {
-            Some(process) => Some(process),
-            None => self.shim.blocking(PodShim::find_running).await.flatten()?,
-        };
-        if let Some(process) = process {
-            self.shim.end_process(&*process, &self.socket()).await?;
-            self.state().running = None;
-        }
-        Ok(())
-    }
-
-    /// Removes socket and bundle.
-    fn remove(&self) -> Result<(), Vec<StepError>> {
-        let mut failed = Vec::new();
-        // The second is there when a daemon was killed between its bind and its rename.
-        for socket in [self.socket(), self.new_socket()] {
-            failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
-        }
-        failed.extend(self.shim.bundle().remove().err());
-        self.state().listener = None;
-        if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
     /// Runs blocking work on a thread of the pool.

@@ -29,6 +29,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use sha2::{Digest as _, Sha256};
+use tokio::sync::Notify;
 
 use crate::config::CONTAINERD_NAMESPACE;
 use crate::error::{IoContext as _, StepError, gone};
@@ -37,6 +38,7 @@ use crate::process::inheritance::Inheritance;
 use crate::process::spawn::Launcher;
 
 use containerd::Containerd;
+use endpoint::SpareDescriptor;
 use own::OwnShim;
 use runtime::Runtimes;
 
@@ -47,7 +49,7 @@ pub use task::PauseRefused;
 /// Version of the Task API at the endpoints: of a lower one containerd starts the shim itself.
 pub const TASK_VERSION: u32 = 3;
 
-/// What all shims of a daemon share.
+/// The settings that all shims of a daemon share.
 #[derive(Debug)]
 pub struct ShimSettings {
     /// containerd's gRPC socket.
@@ -93,7 +95,7 @@ const SOCKETS: &str = "shims";
 /// Length of a socket's name, bytes.
 const SOCKET_NAME: usize = 32;
 
-/// What an endpoint's socket adds to the path of the daemon's directory, with the name that it has
+/// Length of the path of an endpoint's socket in the daemon's directory, with the name that it has
 /// until it listens; bytes.
 pub const SOCKET_SUFFIX: usize = 1 + SOCKETS.len() + 1 + SOCKET_NAME + bundle::NEW.len();
 
@@ -104,6 +106,9 @@ pub struct Shims {
     launcher: Launcher,
     containerd: Containerd,
     runtimes: Runtimes,
+    /// Notifies those who wait for the end of a launch, of any pod.
+    launches: Notify,
+    spare: SpareDescriptor,
 }
 
 impl Shims {
@@ -117,6 +122,8 @@ impl Shims {
             containerd: Containerd::new(settings.containerd_address.clone(), settings.own.clone()),
             settings,
             runtimes: Runtimes::default(),
+            launches: Notify::new(),
+            spare: SpareDescriptor::new(),
         })
     }
 
@@ -139,7 +146,7 @@ impl Shims {
         {
             let path = entry.path();
             // The second name of one that begins to listen.
-            let of =
+            let socket =
                 if path.extension().is_some() { path.with_extension("") } else { path.clone() };
             if Instant::now() > until {
                 failed.push(StepError::at(
@@ -149,7 +156,7 @@ impl Shims {
                 ));
                 break;
             }
-            if !known.contains(&of) {
+            if !known.contains(&socket) {
                 failed.extend(gone(fs::remove_file(&path)).step_at("remove socket", path).err());
             }
         }
@@ -167,7 +174,7 @@ impl Shims {
     }
 }
 
-/// What an endpoint must know of its pod.
+/// The pod, as its endpoint sees it.
 pub trait Pod: Send + Sync {
     /// The namespaces that are the pod's own. None while there is no pause process. Blocks.
     ///

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
-use kit::{PodSpec, grpc};
+use kit::{ContainerSpec, PodSpec, grpc};
 
-use crate::harness::{Case, Harness, Kind, cases};
+use crate::harness::{Case, Harness, Kind, cases, cases_of_both, removed};
 
 /// A handler of such a runtime with this sandboxer, and one without any `sandboxer`.
 pub(crate) const HANDLERS: &str = r#"
@@ -19,7 +19,9 @@ runtime_type = "io.containerd.runc.v2"
 "#;
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![Kind::Own => a_runtime_that_is_not_served_is_refused_with_the_remedy]
+    let mut all = cases![Kind::Own => a_runtime_that_is_not_served_is_refused_with_the_remedy];
+    all.extend(cases_of_both![the_reason_why_no_shim_came_is_in_the_answer_to_the_next_container]);
+    all
 }
 
 async fn a_runtime_that_is_not_served_is_refused_with_the_remedy(
@@ -43,4 +45,20 @@ async fn a_runtime_that_is_not_served_is_refused_with_the_remedy(
     cri.remove_pod_sandbox(&id).await?;
     home.clear()?;
     Ok(())
+}
+
+/// kubelet shows it in the pod's events. The reason is not a stale one: the container that is
+/// created when a shim comes again is created at once.
+async fn the_reason_why_no_shim_came_is_in_the_answer_to_the_next_container(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let pod = harness.pod("without-shim").await?;
+    harness.order("exit")?;
+    ensure!(pod.run(ContainerSpec::sleeping("a")).await.is_err(), "it runs without a shim");
+    let answer = pod.create(ContainerSpec::sleeping("b")).await;
+    let error = format!("{:#}", answer.err().context("it is created without a shim")?);
+    ensure!(error.contains("it exited with status 7 before it answered"), "{error}");
+    harness.order("good")?;
+    pod.run(ContainerSpec::sleeping("c")).await.context("with a shim")?;
+    removed(&pod).await
 }

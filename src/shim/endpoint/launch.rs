@@ -1,7 +1,7 @@
 //! From the launch of a shim to its exit.
 
+use std::io;
 use std::os::fd::AsFd as _;
-use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
 use tokio::time::{sleep, timeout};
@@ -17,8 +17,16 @@ use crate::shim::task;
 type Launched = (Arc<dyn Process>, Result<(), StepError>);
 
 impl Endpoint {
-    /// Launches a shim, and returns after its exit.
+    /// Launches a shim, and returns after its exit. The callers of a pod that has ended get none:
+    /// containerd handles the containers that it still asks for as those of a shim that has exited,
+    /// and the others are calls of this daemon that have timed out.
     pub(super) async fn launch_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
+        self.state().wanted = false;
+        if !pod.lives() {
+            log::debug!(sandbox = self.shim.id(); "launching no shim: the pod has ended");
+            self.launched(None);
+            return self.disconnect_callers().await;
+        }
         let launched = {
             self.shim.learn_inheritance().await;
             let _guard = self.launch_lock.lock().await;
@@ -27,19 +35,20 @@ impl Endpoint {
         let (process, settled) = match launched {
             Ok(Some(launched)) => launched,
             Ok(None) => return,
-            Err(step) => return self.reject_callers(&step.to_string()).await,
+            Err(step) => return self.reject_callers(step).await,
         };
         let answered = match settled {
             Ok(()) => self.probe(&*process).await,
-            Err(step) => Err(step.to_string()),
+            failed => failed,
         };
         match answered {
             Ok(()) => {
+                self.launched(None);
                 pod.on_shim_serving();
                 let exit = process.exited().await;
                 self.end_running(exit, pod).await;
             }
-            Err(reason) => self.end_silent(process, &reason, pod).await,
+            Err(step) => self.end_silent(process, step, pod).await,
         }
     }
 
@@ -48,7 +57,7 @@ impl Endpoint {
     pub(super) async fn end_silent(
         self: &Arc<Self>,
         process: Arc<dyn Process>,
-        reason: &str,
+        reason: StepError,
         pod: &Arc<dyn Pod>,
     ) {
         if let Err(step) = process.kill() {
@@ -60,7 +69,7 @@ impl Endpoint {
             match timeout(RETRY_DELAY, &mut exited).await {
                 Ok(exit) => break exit,
                 // Those who called meanwhile.
-                Err(_) => drop(self.disconnect_callers().await),
+                Err(_) => self.disconnect_callers().await,
             }
         };
         // A caller's Create may have come before that. Only live processes show that: the bundles
@@ -72,24 +81,25 @@ impl Endpoint {
     ///
     /// # Errors
     /// Why it does not.
-    async fn probe(&self, process: &dyn Process) -> Result<(), String> {
+    async fn probe(&self, process: &dyn Process) -> Result<(), StepError> {
         let socket = self.socket();
-        tokio::select! {
+        let reason = tokio::select! {
             exit = process.exited() => {
-                Err(format!("it exited with status {} before it answered", exit.status))
+                format!("it exited with status {} before it answered", exit.status)
             }
-            answer = task::probe(&socket, self.shim.id(), SHIM_TIMEOUT) => {
-                answer.map_err(|step| format!("it did not answer: {step}"))
+            answer = task::probe(&socket, self.shim.id(), SHIM_TIMEOUT) => match answer {
+                Ok(()) => return Ok(()),
+                Err(step) => format!("it did not answer: {step}"),
             }
-        }
+        };
+        Err(StepError::new("probe shim", io::Error::other(reason)))
     }
 
     /// Launches the shim. `None`: the endpoint has ended. To be called with the launch lock held.
     /// As [`crate::shim::pod_shim::PodShim::launch`].
     fn launch(self: &Arc<Self>) -> Result<Option<Launched>, StepError> {
         let listener = {
-            let mut state = self.state();
-            state.wanted = false;
+            let state = self.state();
             match &state.listener {
                 Some(listener) if !state.ended => listener.clone(),
                 _ => return Ok(None),
@@ -124,28 +134,41 @@ impl Endpoint {
     }
 
     /// No shim comes: disconnects the callers, as containerd would wait forever.
-    pub(super) async fn reject_callers(self: &Arc<Self>, reason: &str) {
+    pub(super) async fn reject_callers(self: &Arc<Self>, reason: StepError) {
         let runtime = self.shim.runtime().name.as_str();
         log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
-        if let Err(step) = self.disconnect_callers().await {
-            log::error!(sandbox = self.shim.id();
-                "failed to disconnect callers of the pod's shim: {step}");
-        }
+        self.launched(Some(reason));
+        self.disconnect_callers().await;
         sleep(RETRY_DELAY / 10).await;
     }
 
-    /// Disconnects the callers that wait now.
-    async fn disconnect_callers(self: &Arc<Self>) -> Result<(), StepError> {
-        self.blocking(|endpoint| {
-            let listener = endpoint.state().listener.clone();
-            let Some(Ok(listener)) = listener.map(|listener| listener.try_clone()) else { return };
-            let listener = UnixListener::from(listener);
-            // The flag is the socket's, not the descriptor's: a shim may have cleared it.
-            if listener.set_nonblocking(true).is_ok() {
-                while listener.accept().is_ok() {}
+    /// A launch has ended, or failed for this reason.
+    pub(super) fn launched(&self, failure: Option<StepError>) {
+        let mut state = self.state();
+        // The shim that has answered serves all who have called.
+        state.wanted &= failure.is_some();
+        state.failure = failure.map(Arc::new);
+        drop(state);
+        self.shims.launches.notify_waiters();
+    }
+
+    /// Waits for the end of the launch after the one that has failed for the reason `last`.
+    ///
+    /// # Errors
+    /// Why it failed as well, or `last` if it does not end.
+    pub(super) async fn next_launch(&self, last: Arc<StepError>) -> Result<(), StepError> {
+        let ended = async {
+            loop {
+                let ended = self.shims.launches.notified();
+                match self.state().failure.clone() {
+                    Some(failure) if Arc::ptr_eq(&failure, &last) => {}
+                    Some(failure) => return Err(StepError::clone(&failure)),
+                    None => return Ok(()),
+                }
+                ended.await;
             }
-        })
-        .await
+        };
+        timeout(2 * SHIM_TIMEOUT, ended).await.unwrap_or_else(|_| Err(StepError::clone(&last)))
     }
 
     /// Handles the containers of a shim that has exited.

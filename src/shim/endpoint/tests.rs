@@ -10,12 +10,14 @@ use containerd_shim_protos::shim::oci::Options;
 use kit::controller::any;
 use process_identity::Stat;
 use protobuf::Message as _;
+use tokio::time::{sleep, timeout};
 
 use super::*;
 use crate::process::handle::NamespaceHandle;
 use crate::shim::bundle::{Recorded, tests::Tmpfs};
 use crate::shim::{Runtime, ShimSettings};
 
+mod callers;
 mod ending;
 
 /// The endpoint of a sandbox below `dir`, and what all share.
@@ -59,6 +61,10 @@ impl Pod for NoPod {
     }
 
     fn fail(&self) {}
+}
+
+fn no_answer() -> StepError {
+    StepError::new("probe shim", io::Error::other("it did not answer"))
 }
 
 fn next(endpoint: &Arc<Endpoint>) -> Step {
@@ -150,12 +156,12 @@ impl InContainer {
         std::fs::create_dir_all(&bundle).unwrap();
         std::fs::write(bundle.join("sandbox"), sandbox).unwrap();
         let cgroup = format!("/{id}");
-        let of = Self { child, cgroup };
-        kit::machine::cgroup::make(&of.cgroup).unwrap();
-        for dir in kit::machine::cgroup::below(&of.cgroup).unwrap() {
-            std::fs::write(dir.join("cgroup.procs"), of.child.id().to_string()).unwrap();
+        let inside = Self { child, cgroup };
+        kit::machine::cgroup::make(&inside.cgroup).unwrap();
+        for dir in kit::machine::cgroup::below(&inside.cgroup).unwrap() {
+            std::fs::write(dir.join("cgroup.procs"), inside.child.id().to_string()).unwrap();
         }
-        of
+        inside
     }
 }
 
@@ -278,7 +284,7 @@ async fn an_idle_endpoint_has_no_task() {
     assert!(endpoint.state().idle.as_ref().is_some_and(|idle| idle._called.is_some()));
     // Held by this test and by the rest, and by no task.
     assert_eq!(Arc::strong_count(&pod), 2);
-    endpoint.prepare();
+    endpoint.prepare().await.unwrap();
     assert!(endpoint.state().idle.is_none());
     endpoint.close().await.unwrap();
     while Arc::strong_count(&pod) > 1 {
@@ -301,14 +307,12 @@ async fn containers_of_a_shim_that_exits_before_it_answers_are_ended() {
     let bundle = dir.path().join("state/io.containerd.runtime.v2.task/k8s.io/created");
     std::fs::create_dir_all(&bundle).unwrap();
     std::fs::write(bundle.join("sandbox"), "pod").unwrap();
-    endpoint.prepare();
     endpoint.launch_and_watch(&pod).await;
     assert_eq!(endpoint.death(), None);
     assert!(bundle.join("sandbox").exists());
 
     let sleeps = Command::new("sleep").arg("1000").spawn().unwrap();
     let mut container = InContainer::new(dir.path(), "c", "pod", sleeps);
-    endpoint.prepare();
     endpoint.launch_and_watch(&pod).await;
     until("the container is ended", || container.child.try_wait().unwrap().is_some());
     assert!(endpoint.death().is_some(), "the sandbox has not failed");
@@ -350,7 +354,7 @@ async fn callers_do_not_wait_for_the_exit_of_a_killed_shim() {
     let shim = Arc::new(Hanging { identity, freed: Notify::new() });
     let ending = tokio::spawn({
         let (endpoint, shim, pod) = (endpoint.clone(), shim.clone(), Arc::new(NoPod));
-        async move { endpoint.end_silent(shim, "it did not answer", &(pod as _)).await }
+        async move { endpoint.end_silent(shim, no_answer(), &(pod as _)).await }
     });
     // Those who call later too.
     for _ in 0..3 {
@@ -413,7 +417,7 @@ async fn an_accept_that_blocks_blocks_no_thread() {
     let listener = endpoint.state().listener.clone().unwrap().try_clone().unwrap();
     UnixListener::from(listener).set_nonblocking(false).unwrap();
     let caller = UnixStream::connect(endpoint.socket()).unwrap();
-    let rejected = endpoint.reject_callers("it exited with status 1 before it answered");
+    let rejected = endpoint.reject_callers(no_answer());
     tokio::time::timeout(Duration::from_secs(10), rejected).await.unwrap();
     caller.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     assert_eq!((&caller).read(&mut [0]).unwrap(), 0, "the caller is hung up on");
