@@ -17,7 +17,7 @@ use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::pause::native::Native;
 use pause_sandboxer::podsandbox::{Environment, selinux};
 use pause_sandboxer::process::inheritance::Inheritance;
-use pause_sandboxer::shim::own::OwnShim;
+use pause_sandboxer::shim::{hang, own::OwnShim};
 use pause_sandboxer::{gc, logging, metrics_http, pool, process, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -156,14 +156,18 @@ fn own_shim(config: &Config) -> Option<OwnShim> {
 }
 
 /// Starts the tasks that no call waits for.
-fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 3] {
+fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 4] {
     let store = SandboxStore {
         address: config.containerd_address.clone(),
         namespace: CONTAINERD_NAMESPACE.to_owned(),
     };
     let containers = Containers::new(store.clone(), &config.state_dir);
     let interval = Duration::from_secs(config.forgotten_interval.into());
+    let all = Arc::clone(controller);
+    let endpoints =
+        move || all.live().iter().map(|sandbox| Arc::clone(sandbox.endpoint())).collect();
     [
+        tokio::spawn(hang::end_hung_shims(endpoints)),
         tokio::spawn(gc::collect_containers(Arc::clone(controller), containers, interval)),
         tokio::spawn(gc::collect(Arc::clone(controller), store, interval)),
         tokio::spawn(metrics_http::serve(Arc::clone(controller), config.metrics.clone())),

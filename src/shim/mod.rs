@@ -12,6 +12,7 @@ mod endpoint;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
+pub mod hang;
 mod log;
 pub mod own;
 mod placement;

@@ -11,6 +11,7 @@ mod cores;
 mod create;
 mod frozen;
 mod handover;
+mod hanging;
 mod harness;
 mod interrupted_calls;
 mod output;
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
         container_record::cases(),
         create::cases(),
         frozen::cases(),
+        hanging::cases(),
         cores::cases(),
         interrupted_calls::cases(),
         refused::cases(),

@@ -141,6 +141,24 @@ pub fn kill_or_thaw(mount: &Path, cgroups: &str, id: &str) -> Result<(), StepErr
     Ok(())
 }
 
+/// Whether a process with this content of `/proc/PID/cgroup` is in a frozen cgroup. The kernel says
+/// so of a cgroup below a frozen one as well. `mount` is where the cgroup file systems are.
+pub fn is_frozen(mount: &Path, cgroups: &str) -> bool {
+    lines(cgroups).any(|(controllers, path)| {
+        let (root, file, thawed) = if controllers.is_empty() {
+            (unified_point(mount), "cgroup.events", "frozen 0")
+        } else if controllers.split(',').any(|controller| controller == "freezer") {
+            (Some(mount.join("freezer")), "freezer.state", "THAWED")
+        } else {
+            return false;
+        };
+        let Some(root) = root else { return false };
+        // The root of a hierarchy has no such file, and cannot be frozen.
+        fs::read_to_string(root.join(path.trim_start_matches('/')).join(file))
+            .is_ok_and(|state| !state.lines().any(|line| line == thawed))
+    })
+}
+
 /// The container's cgroup and those below it on the way to `path`, which a process is in.
 pub fn below(root: &Path, path: &str, id: &str) -> Vec<PathBuf> {
     let mut dir = root.to_owned();
@@ -199,6 +217,31 @@ mod tests {
         ] {
             assert!(!names(no, id), "{no}");
         }
+    }
+
+    #[test]
+    fn a_frozen_cgroup_is_recognized_in_both_versions() {
+        let mount = tempfile::tempdir().unwrap();
+        for dir in ["freezer/a", "a"] {
+            fs::create_dir_all(mount.path().join(dir)).unwrap();
+        }
+        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        let (v1, v2) = (mount.path().join("freezer/a/freezer.state"), mount.path().join("a"));
+        let set = |one: &str, two: &str| {
+            fs::write(&v1, one).unwrap();
+            fs::write(v2.join("cgroup.events"), two).unwrap();
+        };
+        let frozen = |cgroups: &str| is_frozen(mount.path(), cgroups);
+        for (line, frozen_by) in [("4:freezer:/a\n3:cpu:/a", "1"), ("0::/a", "2")] {
+            set("THAWED\n", "populated 1\nfrozen 0\n");
+            assert!(!frozen(line), "{line}");
+            match frozen_by {
+                "1" => set("FREEZING\n", "populated 1\nfrozen 0\n"),
+                _ => set("THAWED\n", "populated 1\nfrozen 1\n"),
+            }
+            assert!(frozen(line), "{line}");
+        }
+        assert!(!frozen("4:freezer:/\n0::/"), "the root has no such file");
     }
 
     #[test]
@@ -364,7 +407,7 @@ mod tests {
         let scope = "a.slice/cri-containerd-0123abcd.scope/cgroup.kill";
         let cgroups = "0::/a.slice/cri-containerd-0123abcd.scope";
         assert_eq!(after_end(&["cgroup.controllers"], cgroups, &[scope]), ["1"]);
-        // What is not seen from here, and what is not there.
+        // A path outside of this view, and one that does not exist.
         for cgroups in
             ["0::/../kubepods/pod1/0123abcd", "0::/elsewhere/0123abcd", "0::/kubepods/pod1/other"]
         {
