@@ -393,7 +393,8 @@ async fn shims_that_hang_delay_no_other_pod(harness: Arc<Harness>) -> Result<()>
     has_container_and_task(&other).await?;
     let tried = ended_beside(&harness, &hanging, &other).await;
     for (_, shim, _) in &hanging {
-        signal(*shim, Signal::SIGCONT)?;
+        // On a slow machine the daemon may have killed it by now.
+        let _ = signal(*shim, Signal::SIGCONT);
     }
     for (pod, ..) in &hanging {
         removed(pod).await?;

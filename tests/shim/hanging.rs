@@ -89,6 +89,7 @@ async fn is_stopped_in_time(pod: &Pod, container: &Container) -> Result<()> {
     until("no process of the container", SOON, async || none(&inside(container.id())?)).await
 }
 
+/// Promise: hung_shim_is_killed.
 async fn a_pod_whose_shim_hangs_is_removed_and_the_node_has_stats(
     harness: Arc<Harness>,
 ) -> Result<()> {
@@ -113,6 +114,8 @@ async fn a_pod_whose_shim_hangs_is_removed_and_the_node_has_stats(
 
 /// The shim of another pod hangs for as long. One of them answers late, one is traced and stopped,
 /// and one is in a frozen cgroup.
+///
+/// Promise: hung_shim_is_killed.
 async fn shims_that_are_slow_or_held_are_not_killed(harness: Arc<Harness>) -> Result<()> {
     let hanging = harness.pod("clock").await?;
     let lost = hanging.run(ContainerSpec::sleeping("a")).await?;
