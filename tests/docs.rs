@@ -87,8 +87,8 @@ fn lines_of_the_log(levels: &[&str]) -> Vec<(String, String)> {
 }
 
 /// Returns the constant beginnings of a message, given the code before it and all code of its file.
-/// A message that begins with an argument has `…` and its first words, or, if it has none, the texts
-/// that the callers of its function pass.
+/// A message that begins with an argument has `…` and its first words, or, if it has none, the
+/// texts that the callers of its function pass.
 fn beginnings(message: &str, before: &str, code: &str) -> Vec<String> {
     let words = |text: &str| text.chars().take_while(|c| *c != '{').collect::<String>();
     let Some((_, rest)) = message.strip_prefix('{').and_then(|text| text.split_once('}')) else {
@@ -170,8 +170,8 @@ node: the daemon does not start with another one while the old one has records o
 Settings that containerd also has must be equal there; `pause-sandboxer check` compares them. What
 the daemon decides by itself has no setting: pods' cgroups are systemd scopes if kubelet names a
 slice and systemd is the init system, and directories otherwise; calls are for containerd's
-namespace `k8s.io`, which CRI uses; a sandbox that is created but not started is removed after an
-hour; the runtime's shim is found as containerd finds it, in containerd's PATH or beside containerd.
+namespace `k8s.io`, which CRI uses; the runtime's shim is found as containerd finds it, in
+containerd's PATH or beside containerd.
 
 <!-- The rest of this page is generated from the fields of `Config`:
 UPDATE_DOCS=1 cargo test --test docs -->
