@@ -116,8 +116,8 @@ fn compare(asked: &Result<Inheritance, StepError>, own: &Inheritance) -> Vec<Fin
         Finding::warn(
             INHERITED,
             format!(
-                "the daemon cannot give containers the limits of containerd: {beyond} is higher \
-                 there, and the daemon has no CAP_SYS_RESOURCE"
+                "containers get lower limits than with containerd: {beyond}; the daemon has no \
+                 CAP_SYS_RESOURCE, which raises them"
             ),
             "grant CAP_SYS_RESOURCE to the daemon, or set these limits in its unit as in that of \
              containerd",

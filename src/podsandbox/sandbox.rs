@@ -403,8 +403,9 @@ impl Sandbox {
         inspect::report(&self.jobs, self.published(), &record, &stage)
     }
 
-    /// Whether garbage collection asks containerd for the sandbox: it was never started, or no start
-    /// or removal runs, its pod has no shim, and no Status or Wait call has reached this daemon.
+    /// Whether garbage collection asks containerd for the sandbox: it was never started, or no
+    /// start or removal runs, its pod has no shim, and no Status or Wait call has reached this
+    /// daemon.
     pub fn is_gc_candidate(&self) -> bool {
         match self.phase() {
             Phase::Created => true,

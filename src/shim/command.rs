@@ -43,7 +43,8 @@ const OWN: [&str; 8] = [
     "JOURNAL_STREAM",
 ];
 
-/// What asks for a core scheduling domain, if it is not empty (containerd's `SCHED_CORE`).
+/// The variable that asks for a core scheduling domain, if it is not empty (containerd's
+/// `SCHED_CORE`).
 const CORE_DOMAIN: &str = "SCHED_CORE";
 
 /// The environment of a shim: what it inherits of containerd, what containerd adds
@@ -130,7 +131,7 @@ pub async fn delete(
         .current_dir(bundle)
         .env_clear()
         .envs(environment(settings, inheritance, "2"));
-    // Never closed.
+    // The semaphore is never closed.
     let _permit = DELETIONS.acquire().await;
     call("delete container of dead shim", bundle, command, inheritance).await
 }

@@ -55,7 +55,7 @@ pub async fn ask(address: &Path) -> Result<(ContainerdProcess, Inheritance), Ste
     let process = listener(address).await.step_at("find containerd at", address)?;
     let store =
         SandboxStore { address: address.to_owned(), namespace: CONTAINERD_NAMESPACE.to_owned() };
-    // By the process, because an upgrade may have replaced the file.
+    // The path names the process, because an upgrade may have replaced the file.
     let program = format!("/proc/{}/exe", std::process::id());
     let answer = store.execute(Path::new(&program)).await?;
     let inheritance = serde_json::from_str(&answer).map_err(io::Error::from);
@@ -126,8 +126,8 @@ impl Containerd {
             Err(step) => {
                 *attempt = Attempt { answered: None, failed: Some(Instant::now()) };
                 log::warn!(
-                    "failed to learn limits and environment from containerd; shims get the \
-                            last known ones, or the daemon's: {step}"
+                    "failed to learn limits and environment from containerd; shims get the last \
+                     known ones, or the daemon's: {step}"
                 );
             }
         }
@@ -137,8 +137,8 @@ impl Containerd {
         let beyond = inheritance.limits_beyond(&self.own);
         if !beyond.is_empty() {
             log::warn!(
-                "containers get lower limits than with containerd: {} of its unit, and this daemon \
-                 has no CAP_SYS_RESOURCE",
+                "containers get lower limits than with containerd: {}; the daemon has no \
+                 CAP_SYS_RESOURCE, which raises them",
                 beyond.join(" ")
             );
         }

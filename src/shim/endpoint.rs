@@ -47,7 +47,7 @@ use crate::process::{Exit, Identity, Process};
 
 pub(super) use callers::SpareDescriptor;
 
-/// For the shim of an earlier daemon, which may run unseen.
+/// Delay between attempts to find the shim of an earlier daemon, which may run unseen.
 const RECOVERY: Backoff = Backoff::constant(RETRY_DELAY);
 
 /// The Task endpoint of a pod's containers.
@@ -136,7 +136,7 @@ impl Endpoint {
         self.state().running.as_ref().map(|running| running.process.clone())
     }
 
-    /// There is a shim now.
+    /// Whether there is a shim now.
     pub fn has_shim(&self) -> bool {
         self.state().running.is_some()
     }
@@ -154,7 +154,7 @@ impl Endpoint {
         self.shim.bundle().death()
     }
 
-    /// The pod's shim can serve a task of the sandbox itself: it is this project's own.
+    /// Whether the pod's shim can serve a task of the sandbox itself: it is this project's own.
     pub fn serves_sandbox(&self) -> bool {
         self.shim.own_shim().is_some()
     }
@@ -172,7 +172,7 @@ impl Endpoint {
     /// Calls the pod's shim: returns when it answers.
     ///
     /// # Errors
-    /// It does not.
+    /// The shim does not answer.
     pub(super) async fn call(&self, within: Duration) -> Result<(), StepError> {
         task::probe(&self.socket(), self.shim.id(), within).await
     }
@@ -455,7 +455,7 @@ impl Endpoint {
 impl Wake for Endpoint {
     fn wake(self: Arc<Self>) {
         let mut state = self.state();
-        // Else a task serves already, and finds the caller.
+        // An endpoint that is not idle has a task, which finds the caller.
         if state.idle.is_some() {
             state.wanted = true;
             self.notify(state);

@@ -49,7 +49,7 @@ const WAITS: [i64; 2] = [libc::SYS_epoll_pwait, libc::SYS_epoll_pwait2];
 #[derive(Debug, PartialEq, Eq)]
 struct Stillness {
     pid: u32,
-    /// By SIGSTOP or a like signal; else it sleeps.
+    /// A signal such as SIGSTOP has stopped it; otherwise it sleeps.
     is_stopped: bool,
     /// How often it has gone to sleep in its life.
     sleeps: u64,

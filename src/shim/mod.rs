@@ -61,7 +61,7 @@ pub struct ShimSettings {
     pub state_dir: PathBuf,
     /// Directory of the sandboxes' own directories.
     pub sandboxes: PathBuf,
-    /// What the daemon was started with.
+    /// The attributes that the daemon was started with.
     pub own: Inheritance,
     /// Variables that an operator has set for shims.
     pub environment: BTreeMap<String, String>,
@@ -113,7 +113,7 @@ pub struct Shims {
 }
 
 impl Shims {
-    /// Of a daemon with these settings.
+    /// The shims of a daemon with these settings.
     ///
     /// # Errors
     /// The boot id cannot be read.
@@ -164,12 +164,12 @@ impl Shims {
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
-    /// This project's own shim can be used.
+    /// Whether this project's own shim can be used.
     pub fn has_own(&self) -> bool {
         self.settings.own_shim.is_some()
     }
 
-    /// That runtime, shared by all pods that have it.
+    /// The runtime, shared by all pods that have it.
     pub fn runtime(&self, runtime: Runtime) -> Arc<Runtime> {
         self.runtimes.share(runtime)
     }
@@ -186,7 +186,7 @@ pub trait Pod: Send + Sync {
     /// The cgroup of the pod, as in the plan of its pause process. Empty: it has none.
     fn cgroup_parent(&self) -> &str;
 
-    /// It has not ended, as far as is known: it may get containers.
+    /// Whether the pod has not ended, as far as is known: it may get containers.
     fn lives(&self) -> bool;
 
     /// Notifies that its shim serves: launched now, or by an earlier daemon. Returns at once.

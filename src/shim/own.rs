@@ -22,7 +22,7 @@ const REPLACED: &str = "containerd-shim-runc-v2";
 /// The lowest number of its descriptor: launched processes have their own below.
 const LOWEST: i32 = 10;
 
-/// Who is in the group of the file, or any other user, can write it.
+/// Members of the group of the file, or any other user, can write it.
 const WRITABLE: u32 = 0o022;
 
 /// The open program.
@@ -51,7 +51,7 @@ impl OwnShim {
         Ok(Self { path, file })
     }
 
-    /// Where it was.
+    /// Where the program was when it was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }

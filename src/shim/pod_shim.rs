@@ -111,12 +111,12 @@ impl PodShim {
         self.own_shim().map_or_else(|| self.binary(), |own| Ok(own.inherited_path()))
     }
 
-    /// What the shim and [`Self::cleaner`] inherit, as children of containerd would.
+    /// The attributes that the shim and [`Self::cleaner`] inherit, as children of containerd would.
     pub(super) fn inheritance(&self) -> Arc<Inheritance> {
         self.shims.containerd.inheritance()
     }
 
-    /// Learns it again if containerd is another process than before.
+    /// Learns the attributes again if containerd is another process than before.
     pub(super) async fn learn_inheritance(&self) {
         self.shims.containerd.learn().await;
     }

@@ -28,8 +28,8 @@ fn launch(
     })
 }
 
-/// The attributes of this process, with another umask, other soft limits, and a hard limit that only
-/// CAP_SYS_RESOURCE can raise.
+/// The attributes of this process, with another umask, other soft limits, and a hard limit that
+/// only CAP_SYS_RESOURCE can raise.
 fn other_inheritance() -> Inheritance {
     let mut inheritance = Inheritance::read("self").unwrap();
     let own = std::fs::read_to_string("/proc/self/limits").unwrap();

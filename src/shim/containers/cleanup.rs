@@ -1,5 +1,5 @@
-//! The consequences of a shim's exit: an empty shim may exit; containers that it served are lost, and
-//! the sandbox fails with them. Either way no process and no state of theirs is to stay.
+//! The consequences of a shim's exit: an empty shim may exit; containers that it served are lost,
+//! and the sandbox fails with them. Either way no process and no state of theirs is to stay.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -232,9 +232,9 @@ pub struct NamespaceMembers {
     pub unknown: Vec<UnknownProcess>,
 }
 
-/// Finds the processes in these namespaces, which are the pod's own, and their containers. Containers of other pods
-/// that have entered them are left out, and so is `sandbox` itself. `tasks` is containerd's
-/// directory of bundles, `root` the runtime's of states.
+/// Finds the processes in these namespaces, which are the pod's own, and their containers.
+/// Containers of other pods that have entered them are left out, and so is `sandbox` itself.
+/// `tasks` is containerd's directory of bundles, `root` the runtime's of states.
 ///
 /// # Errors
 /// `/proc` cannot be read.
@@ -259,7 +259,7 @@ pub fn find_in_namespaces(
         if !is_inside(pid) {
             continue;
         }
-        // Of a process that is nested too deep, it cannot be seen whose it is.
+        // The owner of a process that is nested too deep cannot be seen.
         let owner = match cgroups.as_str() {
             "" => ProcessOwner::Unknown,
             cgroups => classify(cgroups, tasks, root, sandbox),
@@ -278,11 +278,11 @@ pub fn find_in_namespaces(
 /// To whom a process in a pod's namespaces belongs.
 #[derive(Debug, PartialEq, Eq)]
 enum ProcessOwner {
-    /// Of a container of the pod's.
+    /// To a container of the pod.
     Own(Container),
-    /// The pause process, or of a container of another, or of none.
+    /// To a container of another pod, or to none; or it is the pause process.
     Other,
-    /// Of a container whose pod is not known.
+    /// To a container whose pod is not known.
     Unknown,
 }
 

@@ -26,8 +26,8 @@ impl Endpoint {
         }
     }
 
-    /// The pod was stopped: shuts the shim down when it is empty. The endpoint stays until the pod is
-    /// removed, and disconnects callers. Returns at once.
+    /// The pod was stopped: shuts the shim down when it is empty. The endpoint stays until the pod
+    /// is removed, and disconnects callers. Returns at once.
     pub fn dismiss(self: &Arc<Self>) {
         if self.has_shim() {
             drop(tokio::spawn(self.clone().shut_down_empty()));
@@ -48,9 +48,9 @@ impl Endpoint {
         }
     }
 
-    /// Waits for the exit of the shim of a stopped pod, which may take until containerd has received
-    /// its last events. A containerd that starts receives them after it has called every shim: its
-    /// calls are not to wait for the exit. They would get no shim after it either.
+    /// Waits for the exit of the shim of a stopped pod, which may take until containerd has
+    /// received its last events. A containerd that starts receives them after it has called every
+    /// shim: its calls are not to wait for the exit. They would get no shim after it either.
     async fn exits_soon(self: &Arc<Self>, process: &dyn Process) -> bool {
         let mut exited = process.exited();
         for _ in 0..EXIT_LOOKS {

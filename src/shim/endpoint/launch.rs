@@ -68,7 +68,7 @@ impl Endpoint {
         let exit = loop {
             match timeout(RETRY_DELAY, &mut exited).await {
                 Ok(exit) => break exit,
-                // Those who called meanwhile.
+                // Others may have called meanwhile.
                 Err(_) => self.disconnect_callers().await,
             }
         };
@@ -95,8 +95,8 @@ impl Endpoint {
         Err(StepError::new("probe shim", io::Error::other(reason)))
     }
 
-    /// Launches the shim. `None`: the endpoint has ended. To be called with the launch lock held.
-    /// As [`crate::shim::pod_shim::PodShim::launch`].
+    /// Launches the shim, as [`crate::shim::pod_shim::PodShim::launch`] does. `None`: the endpoint
+    /// has ended. To be called with the launch lock held.
     fn launch(self: &Arc<Self>) -> Result<Option<Launched>, StepError> {
         let listener = {
             let state = self.state();
@@ -108,7 +108,7 @@ impl Endpoint {
         let (running, settled) = self.shim.launch(listener.as_fd())?;
         let process = running.process.clone();
         let mut state = self.state();
-        // It serves those who have called meanwhile too.
+        // The shim also serves the callers that have come meanwhile.
         (state.running, state.wanted) = (Some(running), false);
         Ok(Some((process, settled)))
     }
@@ -118,17 +118,8 @@ impl Endpoint {
     pub(super) async fn end_running(&self, exit: Exit, pod: &Arc<dyn Pod>) {
         self.state().running = None;
         self.handle_exit(exit, pod).await;
-        self.forget_running();
-    }
-
-    /// Removes the record of a shim that has exited, unless the endpoint has ended.
-    fn forget_running(&self) {
-        let ended = {
-            let mut state = self.state();
-            state.running = None;
-            state.ended
-        };
-        if !ended {
+        // The end of the endpoint removes the record with the bundle.
+        if !self.state().ended {
             self.shim.clear_record();
         }
     }
@@ -139,6 +130,7 @@ impl Endpoint {
         log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
         self.launched(Some(reason));
         self.disconnect_callers().await;
+        // A caller that connects again at once causes ten launches per second at most.
         sleep(RETRY_DELAY / 10).await;
     }
 
