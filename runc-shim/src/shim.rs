@@ -287,7 +287,7 @@ impl Shim {
 
     fn create(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {
         if let Some(there) = self.containers.get(&request.id) {
-            let what = if there.is_discarding() { "is being removed" } else { "exists" };
+            let what = if there.has_failed() { "is being removed" } else { "exists" };
             let message = format!("container {} {what}", request.id);
             return Err(Error::new(Code::ALREADY_EXISTS, message));
         }

@@ -65,8 +65,8 @@ pub fn raise_open_files() -> io::Result<()> {
     }
 }
 
-/// Has glibc use one heap for all threads, and give large freed blocks back to the kernel. musl does
-/// both by itself.
+/// Has glibc use one heap for all threads, and give large freed blocks back to the kernel. musl
+/// does both by itself.
 #[cfg(target_env = "gnu")]
 pub fn save_memory() {
     // SAFETY: mallopt takes numbers only.

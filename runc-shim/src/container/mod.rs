@@ -103,8 +103,8 @@ impl Container {
         self.is_gone
     }
 
-    /// Whether the leftovers of a failed creation are being removed.
-    pub fn is_discarding(&self) -> bool {
+    /// Whether the creation has failed, and its leftovers are being removed.
+    pub fn has_failed(&self) -> bool {
         self.state == State::Failed
     }
 

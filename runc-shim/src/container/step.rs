@@ -68,7 +68,7 @@ impl Step {
         matches!(self, Self::Pause | Self::Update | Self::Kill(_) | Self::KillRemaining)
     }
 
-    /// The begin of the error message of a command that has failed.
+    /// The beginning of the error message of a command that has failed.
     pub fn failure(&self, key: &ProcessKey, state: State) -> &'static str {
         match self {
             Self::Launch(Launch::Mounting { .. }) => "failed to mount rootfs component",

@@ -1,4 +1,4 @@
-//! The begin and the end of each step in which a container or one of its execs is.
+//! The beginning and the end of each step in which a container or one of its execs is.
 //!
 //! A caller sends the time for which it waits (`timeout_nano`), and does not read the result after
 //! it. A command of the runtime that hangs would otherwise keep its container busy forever: an OCI

@@ -23,8 +23,8 @@ use crate::reactor::{Reactor, Source};
 /// Stack size of the thread, bytes. Its calls are not deep.
 const STACK: usize = 128 << 10;
 
-/// Maximum number of queued commands. Beyond it no terminal is resized, because the thread sleeps in
-/// the kernel.
+/// Maximum number of queued commands. Beyond it no terminal is resized, because the thread sleeps
+/// in the kernel.
 const MAX_QUEUED: usize = 4096;
 
 /// A command for the thread.
@@ -96,8 +96,8 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Starts the thread of a process of a container, which makes `notify_eventfd` readable when streams may
-    /// have ended.
+    /// Starts the thread of a process of a container, which makes `notify_eventfd` readable when
+    /// streams may have ended.
     pub(super) fn start(container: &str, notify_eventfd: Arc<OwnedFd>) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(notify_eventfd)?);
         let reactor = Reactor::new()?;

@@ -132,7 +132,7 @@ pub fn run(action: Action, arguments: &Arguments) -> Result<(), Error> {
     done
 }
 
-/// The begin of a message: the shim keeps no more than 64 KiB of what a helper writes.
+/// The beginning of a message: the shim keeps no more than 64 KiB of what a helper writes.
 fn shortened(message: &str) -> &str {
     let end = message.floor_char_boundary(MAX_MESSAGE);
     message.get(..end).unwrap_or(message)

@@ -33,8 +33,8 @@ pub struct Stream {
     from: Option<OwnedFd>,
     to: OwnedFd,
     /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader. `None`
-    /// once the input of a terminal has ended: a caller that is gone does not read, either, and then
-    /// the terminal hangs up.
+    /// once the input of a terminal has ended: a caller that is gone does not read, either, and
+    /// then the terminal hangs up.
     reader: Option<OwnedFd>,
     is_output: bool,
     /// The process's end is a terminal.
