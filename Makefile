@@ -73,7 +73,7 @@ deb: ## the Debian package: target/debian/pause-sandboxer_VERSION_ARCH.deb
 	$(MAKE) build $(DEB) package-files
 	$(DEB) --no-build --locked --deb-revision $(DEB_REVISION) $(DEB_FLAGS)
 
-# What the binary writes about itself, for the package.
+# The files that the binary writes about itself, for the package.
 package-files: build ## manual pages and shell completions, in target/package
 	packaging/debian/generate $(DEB_BINARY) target/package
 

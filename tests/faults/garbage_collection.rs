@@ -28,8 +28,8 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// Sandboxes that containerd does not know: one that runs, one that has ended, and one that was
-/// never started, though its state was asked for. All go, and one that containerd knows stays though
-/// it has ended and no call asks for it.
+/// never started, though its state was asked for. All go, and one that containerd knows stays
+/// though it has ended and no call asks for it.
 ///
 /// Promise: orphans_are_removed.
 async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {

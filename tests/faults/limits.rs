@@ -95,8 +95,8 @@ async fn no_processes() -> Result<()> {
 /// Pods have taken all process ids of the node, and the daemon has been idle for so long that its
 /// threads would have ended: it feeds its watchdog and answers all the same.
 async fn no_processes_for_long() -> Result<()> {
-    /// Longer than the runtime keeps idle threads (10 s by itself), and than the daemon goes without
-    /// a look at them (4 s).
+    /// Longer than the runtime keeps idle threads (10 s by itself), and than the daemon goes
+    /// without a look at them (4 s).
     const LONG: Duration = Duration::from_secs(17);
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =

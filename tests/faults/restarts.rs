@@ -126,8 +126,8 @@ async fn run_many(node: &Arc<Node>) -> Result<Vec<Pod>> {
     Ok(pods)
 }
 
-/// The sandboxer is restarted by SIGTERM, by SIGKILL and into another binary, with a Wait pending on
-/// every pod. Each time a pause dies meanwhile.
+/// The sandboxer is restarted by SIGTERM, by SIGKILL and into another binary, with a Wait pending
+/// on every pod. Each time a pause dies meanwhile.
 ///
 /// Promise: restart_loses_no_pod.
 async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
@@ -369,8 +369,8 @@ fn command_with_socket(node: &Node, listener: &UnixListener) -> Result<Command> 
     Ok(command)
 }
 
-/// The daemon hangs and is killed, as by the watchdog of a service manager. No pod is harmed, and no
-/// caller waits longer than the daemon hangs.
+/// The daemon hangs and is killed, as by the watchdog of a service manager. No pod is harmed, and
+/// no caller waits longer than the daemon hangs.
 ///
 /// Promise: restart_loses_no_pod.
 async fn node_hung_sandboxer_is_killed(node: Arc<Node>) -> Result<()> {

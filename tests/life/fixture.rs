@@ -38,7 +38,7 @@ pub(crate) struct Orders {
     pub(crate) hold_adoptions: Vec<Receiver<()>>,
 }
 
-/// What this process inherits.
+/// The attributes that this process inherits.
 pub fn own() -> Inheritance {
     Inheritance::read("self").unwrap()
 }

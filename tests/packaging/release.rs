@@ -1,5 +1,5 @@
-//! The files of a release beside the packages: the installer's image, the RPM package's list of files,
-//! and one version everywhere.
+//! The files of a release beside the packages: the installer's image, the RPM package's list of
+//! files, and one version everywhere.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -197,7 +197,8 @@ pub(crate) async fn container(container: &Container, pause: u32, facts: &mut Fac
     inherited(container, facts).await
 }
 
-/// What its first process and a command in it have of the process that has started its shim.
+/// The attributes of the process that has started a container's shim, as its first process and a
+/// command in it have them.
 async fn inherited(container: &Container, facts: &mut Facts) -> Result<()> {
     const FILES: [&str; 2] = ["limits", "status"];
     const STATUS: [&str; 7] =

@@ -318,7 +318,8 @@ async fn a_container_of_another_stays(harness: Arc<Harness>) -> Result<()> {
         Ok(())
     })
     .await?;
-    // Until then the script of the harness runs, which a daemon that starts does not take for a shim.
+    // Until then the script of the harness runs, which a daemon that starts does not take for a
+    // shim.
     until("its shim runs", SOON, async || {
         let all = kit::machine::processes::all()?;
         let is_shim =

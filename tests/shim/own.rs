@@ -30,8 +30,8 @@ fn program(shim: &Proc) -> Result<String> {
     Ok(path.file_name().unwrap_or_default().to_string_lossy().into_owned())
 }
 
-/// The variables from containerd beside its own environment, the one that the harness sets, and that
-/// of the script by which the harness starts the shim.
+/// The variables from containerd beside its own environment, the one that the harness sets, and
+/// that of the script by which the harness starts the shim.
 const VARIABLES: [&str; 10] = [
     "PATH",
     "LD_LIBRARY_PATH",

@@ -1,5 +1,5 @@
-//! Runtimes that the sandboxer does not serve: their pods are refused with the remedy, and the remedy
-//! works.
+//! Runtimes that the sandboxer does not serve: their pods are refused with the remedy, and the
+//! remedy works.
 
 use std::sync::Arc;
 

@@ -131,7 +131,7 @@ impl SandboxStore {
     }
 }
 
-/// What a program prints that [`SandboxStore::execute`] has executed.
+/// The output of a program that [`SandboxStore::execute`] has executed.
 ///
 /// # Errors
 /// It cannot be encoded.

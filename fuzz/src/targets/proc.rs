@@ -52,8 +52,8 @@ fn of_mountinfo(content: &[u8]) {
     }
 }
 
-/// What is ended with a container is its own cgroup and what is in it, wherever a process says that
-/// it is.
+/// Only the cgroup of a container and those below it end with the container, whatever cgroups a
+/// process claims to be in.
 fn of_cgroup(content: &[u8]) {
     let Ok(text) = std::str::from_utf8(content) else { return };
     let mount = Path::new("/sys/fs/cgroup");

@@ -9,10 +9,10 @@ use super::files::Main;
 pub(crate) const MARK: &str =
     "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
-/// The begin of the line with the options of that `enable`.
+/// The beginning of the line with the options of that `enable`.
 const OPTIONS: &str = "# Options:";
 
-/// The begin of the line with the runtime handler whose settings were copied.
+/// The beginning of the line with the runtime handler whose settings were copied.
 const BASE: &str = "# The handler has the settings of runtime handler ";
 
 /// The option that makes the handler the node's default.
