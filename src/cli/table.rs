@@ -11,15 +11,8 @@ use crate::time::{rfc3339, span};
 /// Length of a short id, characters; the same as in crictl.
 const SHORT: usize = 13;
 
-/// Columns of the list.
-pub(super) const COLUMNS: usize = 7;
-
-/// A line of the list.
-pub(super) type Row = [String; COLUMNS];
-
 /// The first line of the list.
-pub(super) const HEADING: [&str; COLUMNS] =
-    ["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "MEMORY"];
+const HEADING: [&str; 7] = ["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "MEMORY"];
 
 /// The list of sandboxes.
 pub fn list(sandboxes: &[Sandbox], now: SystemTime) -> String {
@@ -28,7 +21,7 @@ pub fn list(sandboxes: &[Sandbox], now: SystemTime) -> String {
 }
 
 /// The line of one sandbox.
-pub(super) fn row(sandbox: &Sandbox, now: SystemTime) -> Row {
+fn row(sandbox: &Sandbox, now: SystemTime) -> [String; HEADING.len()] {
     let age = created(sandbox).map(|at| span(now.duration_since(at).unwrap_or_default()));
     [
         short(&sandbox.id),
@@ -184,7 +177,7 @@ fn created(sandbox: &Sandbox) -> Option<SystemTime> {
 }
 
 /// The state, with the number of failed cleanups.
-pub(super) fn state(sandbox: &Sandbox) -> String {
+fn state(sandbox: &Sandbox) -> String {
     match sandbox.failed_cleanups {
         0 => or_dash(&sandbox.state),
         failed => format!("{} (cleanup failed {failed}x)", sandbox.state),
@@ -195,7 +188,7 @@ fn short(id: &str) -> String {
     shown(id.char_indices().nth(SHORT).map_or(id, |(end, _)| &id[..end]))
 }
 
-pub(super) fn dash() -> String {
+fn dash() -> String {
     "-".to_owned()
 }
 
@@ -209,7 +202,7 @@ fn shown(text: &str) -> String {
 }
 
 /// Bytes in the largest unit that leaves a whole number before the point.
-pub fn bytes(bytes: u64) -> String {
+fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let (mut value, mut unit) = (bytes as f64, 0);
     while value >= 1024.0 && unit + 1 < UNITS.len() {

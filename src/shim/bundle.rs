@@ -194,7 +194,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn write_runtime(dir: &Path, options: Option<&Options>) -> Result<(), StepError> {
+    fn write_runtime(dir: &Path, options: Option<&Options>) -> Result<(), StepError> {
         if let Some(options) = options {
             let json = serde_json::json!({
                 "binary_name": options.binary_name,

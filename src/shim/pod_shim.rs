@@ -275,7 +275,7 @@ impl PodShim {
     ///
     /// # Errors
     /// `/proc` cannot be read.
-    pub(super) fn find_unrecorded(&self) -> Result<Option<Arc<dyn Process>>, StepError> {
+    fn find_unrecorded(&self) -> Result<Option<Arc<dyn Process>>, StepError> {
         let arguments = command::server_arguments(self.settings(), &self.id);
         let bundle = self.bundle();
         self.shims.launcher.find_process(bundle.dir(), &arguments)

@@ -222,7 +222,7 @@ impl Container {
     }
 
     /// Answers the caller of a step that has ended, and has the calls executed that waited for it.
-    pub(super) fn end_call(&mut self, services: &mut Services, caller: &Caller, answer: Answer) {
+    fn end_call(&mut self, services: &mut Services, caller: &Caller, answer: Answer) {
         if let Some(reply) = caller.reply {
             services.respond(reply, answer);
         }
