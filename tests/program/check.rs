@@ -99,9 +99,8 @@ fn without_containerd_shims_are_looked_for_in_the_usual_directories() {
         .replace("io.containerd.runc.v2", "io.containerd.nowhere.v1");
     fs::write(&config, text).unwrap();
     let output = command(&scratch.flags(), &config).env("PATH", "/only").output().unwrap();
-    let places = "not found in PATH \
-        (/opt/containerd/bin:/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) or next to the \
-        containerd binary";
+    let places = "not found in PATH (/opt/containerd/bin:/only:/usr/local/sbin:/usr/local/bin:\
+        /usr/sbin:/usr/bin:/sbin:/bin) or next to the containerd binary";
     assert!(stdout(&output).contains(places), "{}", stdout(&output));
 }
 

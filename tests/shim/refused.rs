@@ -1,5 +1,5 @@
-//! Runtimes that the sandboxer does not serve: their pods are refused with the remedy, and the
-//! remedy works.
+//! Refusals: a pod whose runtime the sandboxer does not serve, with the remedy, which works, and a
+//! container whose shim does not start, with the reason.
 
 use std::sync::Arc;
 

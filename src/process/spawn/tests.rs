@@ -69,7 +69,7 @@ async fn a_process_gets_its_socket_and_nothing_else_of_the_daemon() {
     );
     assert!(out.contains("SigBlk:\t0000000000000000") && out.contains("A=b"), "{out}");
     let ignored = out.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
-    // SIGPIPE, and what the program that has started these tests ignores, such as signal 32.
+    // This process ignores SIGPIPE, and the program that has started the tests may ignore others.
     assert_eq!(u64::from_str_radix(ignored, 16).unwrap(), 0, "{ignored}");
     assert!(out.contains("Umask:\t0137"), "{out}");
     let limit = |name: &str| {
