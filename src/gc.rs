@@ -30,8 +30,11 @@ pub async fn collect(controller: Arc<Controller>, store: SandboxStore, interval:
             match store.knows(sandbox.id()).await {
                 Ok(false) => remove(sandbox).await,
                 Ok(true) => {}
-                // containerd may be down, which tells nothing about the sandbox.
-                Err(e) => log::debug!(sandbox = sandbox.id(); "failed to query containerd: {e}"),
+                // containerd may be down, which tells nothing about any sandbox.
+                Err(e) => {
+                    log::debug!(sandbox = sandbox.id(); "failed to query containerd: {e}");
+                    break;
+                }
             }
         }
     }

@@ -127,7 +127,7 @@ impl Endpoint {
     }
 
     /// The socket's path.
-    fn socket(&self) -> PathBuf {
+    pub(super) fn socket(&self) -> PathBuf {
         self.shim.settings().socket(self.shim.id())
     }
 

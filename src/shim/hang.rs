@@ -127,9 +127,12 @@ impl Suspects {
                 self.0.insert(id, suspect);
                 continue;
             }
-            // A call that could not be made at all is not answered either.
-            if suspect.call.is_finished() && matches!(suspect.call.await, Ok(Ok(()))) {
-                continue;
+            if suspect.call.is_finished() {
+                let is_answered = matches!(suspect.call.await, Ok(Ok(())));
+                // A call that the daemon could not make says nothing about a shim that sleeps.
+                if is_answered || !stillness.is_stopped {
+                    continue;
+                }
             }
             let state = if stillness.is_stopped { "stopped" } else { "asleep" };
             log::error!(sandbox = id.as_str(), pid = stillness.pid, state = state;

@@ -51,7 +51,8 @@ impl Copiers {
         if blocked >= MAX_BLOCKED || self.left.len() >= MAX_BLOCKED_OF_POD {
             let reason = format!(
                 "{blocked} copier threads of deleted processes of the container, and {} of the \
-                 pod, are blocked: processes hold the kernel's locks of their streams",
+                 pod, have not ended: processes hold the kernel's locks of their streams, or the \
+                 streams are not read",
                 self.left.len()
             );
             return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));

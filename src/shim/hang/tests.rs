@@ -1,5 +1,6 @@
 //! Processes that hang, and those that only look so.
 
+use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command};
 use std::time::Instant;
@@ -131,7 +132,6 @@ async fn endpoint_of(dir: &Path, shim: &Running) -> Arc<Endpoint> {
     let shims = Arc::new(Shims::new(settings).unwrap());
     let runtime = Runtime { own_shim: true, ..Runtime::default() };
     let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
-    endpoint.bind().unwrap();
     let bundle = Bundle::new(dir.join("pod/shim"));
     fs::create_dir_all(bundle.dir()).unwrap();
     let process = shims.launcher.open(shim.pid()).unwrap().unwrap();
@@ -155,6 +155,9 @@ async fn a_shim_that_hangs_is_killed_and_a_slow_one_is_not() {
         let shim = Running::start(program, arguments);
         let endpoint = endpoint_of(dir.path(), &shim).await;
         until("it sleeps", || Stillness::of_process(shim.pid()).is_some());
+        // It accepts no call.
+        fs::create_dir_all(endpoint.socket().parent().unwrap()).unwrap();
+        let listener = UnixListener::bind(endpoint.socket()).unwrap();
         let mut suspects = Suspects::default();
         for _ in 0..LOOKS {
             suspects.look(vec![endpoint.clone()]).await;
@@ -165,5 +168,24 @@ async fn a_shim_that_hangs_is_killed_and_a_slow_one_is_not() {
         let process = endpoint.own_process().unwrap();
         let exited = tokio::time::timeout(Duration::from_secs(2), process.exited()).await;
         assert_eq!(exited.is_ok(), hangs, "{program}");
+        drop(listener);
     }
+}
+
+#[tokio::test]
+async fn a_call_that_could_not_be_made_is_no_evidence() {
+    if kit::skip_without_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let shim = Running::start("sleep", &["1000"]);
+    // There is no socket.
+    let endpoint = endpoint_of(dir.path(), &shim).await;
+    until("it sleeps", || Stillness::of_process(shim.pid()).is_some());
+    let mut suspects = Suspects::default();
+    for _ in 0..2 * LOOKS + 2 {
+        suspects.look(vec![endpoint.clone()]).await;
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert!(shim.lives(), "it was killed");
 }
