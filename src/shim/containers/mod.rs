@@ -138,10 +138,7 @@ impl<'a> CgroupSearch<'a> {
     /// Kills a process if it is in one of the containers. Returns their ids, each with the content
     /// of the process's `/proc/PID/cgroup`.
     fn kill(&self, pid: u32) -> Result<Vec<(String, String)>, StepError> {
-        if self.living_in(pid)?.is_empty() {
-            return Ok(Vec::new());
-        }
-        // Checked again after the pidfd is open: the pid may have been reused before.
+        // First, so that the process that is looked at is the one that is killed.
         let Some(process) = ProcessHandle::open(pid)? else { return Ok(Vec::new()) };
         let holders = self.living_in(pid)?;
         if !holders.is_empty() {
