@@ -8,7 +8,8 @@
 //!
 //! - Without CPU time, on a busy node or by a limit, it is runnable (`R`), and so is one that
 //!   computes.
-//! - In a call that the kernel does not interrupt (`D`) it could not be killed anyway.
+//! - In `D` it waits for the kernel, such as for a disk, and no time bounds that wait. A
+//!   runtime whose file system never answers its execution holds the shim there.
 //! - A debugger that holds it is its tracer.
 //! - In a frozen cgroup it cannot run; the kernel shows that as `D` or `S`.
 //! - Looks are counted, and not time: while the machine is suspended the daemon does not look.
