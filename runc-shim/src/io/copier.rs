@@ -108,8 +108,11 @@ impl Copier {
         thread.spawn(move || {
             if let Err(e) = copy(streams, &reactor, &thread_shared) {
                 thread_shared.state().failed = Some(e);
-                set(&thread_shared.notify_eventfd);
             }
+            // The main loop, which looks then, closes what the two have shared.
+            let notify_eventfd = Arc::clone(&thread_shared.notify_eventfd);
+            drop((reactor, thread_shared));
+            set(&notify_eventfd);
         })?;
         Ok(Self { shared, outputs: 0 })
     }
