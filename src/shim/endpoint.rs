@@ -464,4 +464,4 @@ impl Wake for Endpoint {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

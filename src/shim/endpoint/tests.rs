@@ -15,10 +15,24 @@ use tokio::time::{sleep, timeout};
 use super::*;
 use crate::process::handle::NamespaceHandle;
 use crate::shim::bundle::{Recorded, tests::Tmpfs};
+use crate::shim::own::OwnShim;
 use crate::shim::{Runtime, ShimSettings};
 
 mod callers;
 mod ending;
+
+/// The settings of shims whose files are below `dir`.
+pub(in crate::shim) fn settings(dir: &Path, own_shim: Option<OwnShim>) -> ShimSettings {
+    ShimSettings {
+        containerd_address: dir.join("containerd.sock"),
+        containerd_state: dir.join("state"),
+        state_dir: dir.to_owned(),
+        sandboxes: dir.to_owned(),
+        own: crate::process::inheritance::Inheritance::read("self").unwrap(),
+        environment: Default::default(),
+        own_shim,
+    }
+}
 
 /// The endpoint of a sandbox below `dir`, and what all share.
 fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Endpoint>) {
@@ -28,16 +42,7 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Endpoint>) {
 
 /// The same with a shim's binary.
 fn make_endpoint_with(dir: &Path, binary: PathBuf) -> (Arc<Shims>, Arc<Endpoint>) {
-    let settings = ShimSettings {
-        containerd_address: dir.join("containerd.sock"),
-        containerd_state: dir.join("state"),
-        state_dir: dir.to_owned(),
-        sandboxes: dir.to_owned(),
-        own: crate::process::inheritance::Inheritance::read("self").unwrap(),
-        environment: Default::default(),
-        own_shim: None,
-    };
-    let shims = Arc::new(Shims::new(settings).unwrap());
+    let shims = Arc::new(Shims::new(settings(dir, None)).unwrap());
     // A runtime that is named by a path is the shim itself.
     let runtime = Runtime { name: binary.to_str().unwrap().to_owned(), ..Runtime::default() };
     let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));

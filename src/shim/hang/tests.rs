@@ -8,8 +8,9 @@ use std::time::Instant;
 use super::*;
 use crate::process::Identity;
 use crate::shim::bundle::{Bundle, Recorded};
+use crate::shim::endpoint::tests::settings;
 use crate::shim::own::OwnShim;
-use crate::shim::{Runtime, ShimSettings, Shims};
+use crate::shim::{Runtime, Shims};
 
 /// A child that is killed with its own children when it is dropped.
 struct Running(Child);
@@ -120,16 +121,8 @@ fn a_process_that_works_or_waits_or_is_held_is_not_still() {
 async fn endpoint_of(dir: &Path, shim: &Running) -> Arc<Endpoint> {
     let own = dir.join("own");
     kit::write_program(&own, b"#!/bin/true\n").unwrap();
-    let settings = ShimSettings {
-        containerd_address: dir.join("containerd.sock"),
-        containerd_state: dir.join("state"),
-        state_dir: dir.to_owned(),
-        sandboxes: dir.to_owned(),
-        own: crate::process::inheritance::Inheritance::read("self").unwrap(),
-        environment: Default::default(),
-        own_shim: Some(OwnShim::open(own).unwrap()),
-    };
-    let shims = Arc::new(Shims::new(settings).unwrap());
+    let own_shim = OwnShim::open(own).unwrap();
+    let shims = Arc::new(Shims::new(settings(dir, Some(own_shim))).unwrap());
     let runtime = Runtime { own_shim: true, ..Runtime::default() };
     let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
     let bundle = Bundle::new(dir.join("pod/shim"));
