@@ -1,5 +1,5 @@
 //! The cost of a pod with one container: memory of its own processes, wake-ups while it does
-//! nothing, ExecSync, and the transport of its output.
+//! nothing, and ExecSync.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -10,9 +10,9 @@ use kit::{Container, ContainerSpec, Pod, PodSpec};
 
 use crate::account::{cpu_time, pss, switches};
 use crate::report::Report;
-use crate::samples::{Samples, median, order};
+use crate::samples::{Samples, order};
 use crate::setup::{BUILTIN, OURS, Setup, Target};
-use crate::{Plan, pods};
+use crate::{Plan, pods, streams};
 
 /// Until shims and Go runtimes are idle.
 const SETTLES: Duration = Duration::from_millis(500);
@@ -20,13 +20,9 @@ const SETTLES: Duration = Duration::from_millis(500);
 const WARM_UP: usize = 5;
 /// Execs of one target before those of the next.
 const EXECS_PER_ROUND: usize = 5;
-/// Containers of one target whose output is measured, one after the other.
-const OUTPUT_ROUNDS: usize = 7;
 /// Output in megabytes, and execs, of a pod before its memory is measured again.
 const OUTPUT_BEFORE_MEMORY: usize = 100;
 const EXECS_BEFORE_MEMORY: usize = 1000;
-/// The container's writing takes this long at most.
-const WRITES: Duration = Duration::from_secs(180);
 
 /// Some pods of one target, each with a sleeping container.
 struct Batch {
@@ -46,7 +42,6 @@ pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report)
     memory(&batches, report)?;
     wakeups(&batches, plan.quiet, report).await?;
     execs(setup, &batches, plan, report).await?;
-    outputs(&batches, plan, report).await?;
     let ours = batches.iter().find(|batch| batch.target.name == OURS).context("our pods")?;
     memory_after_work(ours, report).await?;
     for batch in batches {
@@ -59,7 +54,6 @@ pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report)
         ("pod_with_container_builtin_over_ours", BUILTIN, OURS, "pod_with_container", "kb"),
         ("exec_ours_over_builtin", OURS, BUILTIN, "exec", "ms"),
         ("cpu_exec_builtin_over_ours", BUILTIN, OURS, "cpu_per_exec", "ms"),
-        ("output_mb_per_s_ours_over_builtin", OURS, BUILTIN, "output", "mb_per_s"),
     ];
     for (key, above, below, what, unit) in pairs {
         report.ratio(key, &format!("{what}_{above}_{unit}"), &format!("{what}_{below}_{unit}"));
@@ -191,40 +185,10 @@ async fn execs(setup: &Setup, batches: &[Batch], plan: &Plan, report: &mut Repor
     Ok(())
 }
 
-/// Megabytes per second from a container's standard output to its log.
-async fn outputs(batches: &[Batch], plan: &Plan, report: &mut Report) -> Result<()> {
-    let mut rates = vec![Vec::new(); batches.len()];
-    for round in 0..OUTPUT_ROUNDS {
-        for index in order(round, batches.len()) {
-            let (pod, _) = batches[index].first()?;
-            let name = format!("output-{round}");
-            rates[index].push(write(pod, &name, plan.output / OUTPUT_ROUNDS).await?);
-        }
-    }
-    for (batch, rates) in batches.iter().zip(rates) {
-        report.median(format!("output_{}_mb_per_s", batch.target.name), median(rates));
-    }
-    Ok(())
-}
-
-/// Runs a container that writes this many megabytes; megabytes per second.
-async fn write(pod: &Pod, name: &str, megabytes: usize) -> Result<f64> {
-    let script = format!("exec dd if=/dev/zero bs=1M count={megabytes} 2>/dev/null");
-    let container = pod.run(ContainerSpec::sh(name, &script)).await?;
-    let code = container.exited(WRITES).await?;
-    ensure!(code == 0, "the container that writes ended with {code}");
-    let status = container.status().await?;
-    let seconds = (status.finished_at - status.started_at) as f64 / 1e9;
-    let logged = std::fs::metadata(container.log_path())?.len();
-    ensure!(logged >= megabytes as u64 * 1024 * 1024, "{logged} bytes of {megabytes} MB logged");
-    container.remove().await?;
-    Ok(megabytes as f64 / seconds)
-}
-
 /// Memory of one pod after many execs and much output.
 async fn memory_after_work(batch: &Batch, report: &mut Report) -> Result<()> {
     let (pod, container) = batch.first()?;
-    write(pod, "before-memory", OUTPUT_BEFORE_MEMORY).await?;
+    streams::output(pod, "before-memory", OUTPUT_BEFORE_MEMORY).await?;
     for _ in 0..EXECS_BEFORE_MEMORY {
         container.exec(&["true"]).await?;
     }

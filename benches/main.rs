@@ -33,6 +33,7 @@ mod report;
 mod samples;
 mod scale;
 mod setup;
+mod streams;
 
 use report::Report;
 use setup::Setup;
@@ -53,8 +54,8 @@ struct Plan {
     containers: usize,
     /// How long idle pods are watched.
     quiet: Duration,
-    /// Megabytes that containers of one target write in all.
-    output: usize,
+    /// Rounds of the streams of containers.
+    streams: usize,
 }
 
 const FULL: Plan = Plan {
@@ -64,7 +65,7 @@ const FULL: Plan = Plan {
     most: 2000,
     containers: 50,
     quiet: Duration::from_secs(60),
-    output: 3584,
+    streams: 7,
 };
 const QUICK: Plan = Plan {
     calls: 30,
@@ -73,7 +74,7 @@ const QUICK: Plan = Plan {
     most: 2000,
     containers: 12,
     quiet: Duration::from_secs(5),
-    output: 896,
+    streams: 5,
 };
 
 fn main() -> Result<()> {
@@ -118,13 +119,14 @@ async fn only(part: &str) -> Result<()> {
     Ok(())
 }
 
-const PARTS: [&str; 9] = [
+const PARTS: [&str; 10] = [
     "binary",
     "inside",
     "controller",
     "pods",
     "cycles",
     "containers",
+    "streams",
     "concurrency",
     "idle",
     "scale",
@@ -138,6 +140,7 @@ async fn run_part(part: &str, setup: &mut Setup, plan: &Plan, report: &mut Repor
         "pods" => pods::measure(setup, plan, report).await,
         "cycles" => pods::cycles(setup, plan, report).await,
         "containers" => containers::measure(setup, plan, report).await,
+        "streams" => streams::measure(setup, plan, report).await,
         "concurrency" => concurrency::measure(setup, plan, report).await,
         "idle" => idle::measure(setup, plan, report).await,
         "scale" => scale::measure(setup, plan, report).await,

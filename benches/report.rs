@@ -25,7 +25,7 @@ enum Hold {
 
 use Hold::{AtLeast, AtMost};
 
-const BOUNDS: [Bound; 25] = [
+const BOUNDS: [Bound; 28] = [
     Bound {
         key: "start_builtin_over_ours",
         what: "the controller's Start through containerd, real netns, no CNI",
@@ -140,11 +140,28 @@ const BOUNDS: [Bound; 25] = [
         held_back_by: SHIM,
     },
     Bound {
-        key: "output_mb_per_s_ours_over_builtin",
-        what: "output of a container, from its standard output to its log",
+        key: "output_ours_over_builtin",
+        what: "throughput of a container's output, from its standard output to its log",
         hold: AtLeast(1.0),
-        held_back_by: "containerd's own work on the log, with the same time in both. The copier \
-                       thread does not splice: a splice holds the lock of containerd's FIFO",
+        held_back_by: STREAMS,
+    },
+    Bound {
+        key: "exec_stdin_ours_over_builtin",
+        what: "throughput of the input of an exec",
+        hold: AtLeast(1.0),
+        held_back_by: STREAMS,
+    },
+    Bound {
+        key: "output_loaded_ours_over_builtin",
+        what: "throughput of a container's output beside processes that take all processors",
+        hold: AtLeast(1.0),
+        held_back_by: STREAMS,
+    },
+    Bound {
+        key: "exec_stdin_loaded_ours_over_builtin",
+        what: "throughput of the input of an exec beside them",
+        hold: AtLeast(1.0),
+        held_back_by: STREAMS,
     },
     Bound {
         key: "pods_per_s_hostnet_ours_over_builtin",
@@ -195,6 +212,10 @@ const BOUNDS: [Bound; 25] = [
 /// Holds back each number of a pod with a container.
 const SHIM: &str = "the pod's shim, a process of its own with a heap";
 
+/// Holds back the throughput of streams.
+const STREAMS: &str = "containerd's own work, with the same time in both. The copier thread does \
+    not splice: a splice holds the lock of containerd's FIFO";
+
 /// Values with a bound that are not ratios.
 const BESIDE: [&str; 4] =
     ["daemon_at_rest_mb", "pod_with_container_kb", "pod_after_1000_execs_kb", "idle_wakeups"];
@@ -220,6 +241,11 @@ impl Report {
     /// A 99th percentile; its unit ends the key.
     pub(crate) fn p99(&mut self, key: String, value: f64) {
         self.p99.insert(key, value);
+    }
+
+    /// A ratio that is no ratio of two medians.
+    pub(crate) fn add_ratio(&mut self, key: &'static str, value: f64) {
+        self.ratios.insert(key, value);
     }
 
     /// The ratio of two medians.
