@@ -118,8 +118,9 @@ demo: ## a pod from its start to its end on a real containerd; needs root
 	@echo "demo 3/3: running pods"
 	target/debug/examples/demo target/debug/pause-sandboxer
 
-parity: parts ## compare each field of pods with containerd's built-in controller; needs root
-	$(CARGO) test --locked --workspace --test parity
+parity: parts ## compare each field of pods with containerd's built-in controller; needs root and Go
+	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
+		$(CARGO) test --locked --workspace --test parity
 
 test: parts unit demo releases fuzz-short ## unit tests, real pods, short fuzzing; needs root and Go
 
@@ -239,11 +240,13 @@ $(RUST_SHIM):
 	CARGO_TARGET_DIR=target/tools/build $(CARGO) install --locked --root target/tools \
 		--version $(RUST_SHIM_VERSION) containerd-runc-shim
 
-bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; 12 min; needs root
-	$(CARGO) bench --locked --bench bench
+bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; 12 min; needs root, Go
+	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
+		$(CARGO) bench --locked --bench bench
 
-bench-quick: parts shim $(RUST_SHIM) ## the same with fewer rounds; 3 minutes; needs root
-	$(CARGO) bench --locked --bench bench -- --quick
+bench-quick: parts shim $(RUST_SHIM) ## the same with fewer rounds; 3 minutes; needs root and Go
+	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
+		$(CARGO) bench --locked --bench bench -- --quick
 
 flame: parts ## the time of a Start by system call; needs root
 	$(CARGO) bench --locked --bench bench -- profile
