@@ -63,27 +63,45 @@ fn message(call: &str) -> String {
     first.unwrap_or_default()
 }
 
-/// Returns the place of each log line of these levels, and the constant text at its beginning.
-fn lines_of_the_log(levels: &[&str]) -> Vec<(String, String)> {
-    let mut lines = Vec::new();
-    for path in files("src", "rs") {
+/// Calls `seen` with the place of each call of these macros in a directory, its message, and the
+/// code of the file before the call and as a whole.
+fn calls(dir: &str, macros: &[&str], mut seen: impl FnMut(&str, &str, &str, &str)) {
+    for path in files(dir, "rs") {
         let text = fs::read_to_string(&path).unwrap();
         let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
-        for level in levels {
-            for (at, _) in code.match_indices(level) {
+        for name in macros {
+            for (at, _) in code.match_indices(name) {
                 let line_start = code[..at].rfind('\n').map_or(0, |at| at + 1);
                 if code[line_start..at].trim_start().starts_with("//") {
                     continue;
                 }
                 let number = code[..at].matches('\n').count() + 1;
                 let place = format!("{}:{number}", path.strip_prefix(root()).unwrap().display());
-                let message = message(&code[at + level.len()..]);
-                let all = beginnings(&message, &code[..at], code);
-                lines.extend(all.into_iter().map(|begins| (place.clone(), begins)));
+                seen(&place, &message(&code[at + name.len()..]), &code[..at], code);
             }
         }
     }
+}
+
+/// Returns the place of each log line of these levels, and the constant text at its beginning.
+fn lines_of_the_log(levels: &[&str]) -> Vec<(String, String)> {
+    let mut lines = Vec::new();
+    for dir in ["src", "crates"] {
+        calls(dir, levels, |place, message, before, code| {
+            let all = beginnings(message, before, code);
+            lines.extend(all.into_iter().map(|begins| (place.to_owned(), begins)));
+        });
+    }
     lines
+}
+
+/// Returns the texts in the first cells of a table of docs/log.md.
+fn rows(heading: &str) -> Vec<String> {
+    let page = file("docs/log.md");
+    let section = page.split(heading).nth(1).unwrap().split("\n## ").next().unwrap();
+    let cells = section.lines().filter(|line| line.starts_with("| `"));
+    let cells = cells.map(|line| line.split(" | ").next().unwrap());
+    cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).map(str::to_owned).collect()
 }
 
 /// Returns the constant beginnings of a message, given the code before it and all code of its file.
@@ -121,17 +139,8 @@ fn a_line_that_begins_with_an_argument_is_known_by_its_words_or_its_callers() {
 /// Promise: errors_are_explained.
 #[test]
 fn every_error_line_of_the_log_is_explained() {
-    let operate = file("docs/operate.md");
-    let section =
-        operate.split("## Lines of the log").nth(1).unwrap().split("\n## ").next().unwrap();
-    let cells = section
-        .lines()
-        .filter(|line| line.starts_with("| `"))
-        .map(|line| line.split(" | ").next().unwrap());
-    let known: Vec<&str> = cells
-        .flat_map(|cell| cell.split('`').skip(1).step_by(2))
-        .map(|text| text.trim_end_matches('…'))
-        .collect();
+    let rows = rows("## Lines that may require an action");
+    let known: Vec<&str> = rows.iter().map(|text| text.trim_end_matches('…')).collect();
     let errors = lines_of_the_log(&["log::error!("]);
     assert!(errors.len() > 10, "only {} lines were seen", errors.len());
     let unexplained: Vec<String> = errors
@@ -141,12 +150,73 @@ fn every_error_line_of_the_log_is_explained() {
         })
         .map(|(place, begins)| format!("{place}: {begins:?}"))
         .collect();
-    assert!(unexplained.is_empty(), "not in docs/operate.md:\n{}", unexplained.join("\n"));
+    assert!(unexplained.is_empty(), "not in docs/log.md:\n{}", unexplained.join("\n"));
     let lines = lines_of_the_log(&["log::info!(", "log::warn!(", "log::error!("]);
     for known in known {
         let there = lines.iter().any(|(_, begins)| begins.starts_with(known));
-        assert!(there, "docs/operate.md explains {known:?}, which is nowhere logged");
+        assert!(there, "docs/log.md explains {known:?}, which is nowhere logged");
     }
+}
+
+/// Tells whether a text of the page can be a line of this message: an argument in braces, and the
+/// rest behind `…`, can be any text.
+fn is_line_of(text: &str, message: &str) -> bool {
+    let (begins, rest) = message.split_once('{').map_or((message, ""), |(begins, rest)| {
+        (begins, rest.split_once('}').map_or("", |(_, rest)| rest))
+    });
+    let Some(text) = text.strip_prefix(begins) else {
+        return false;
+    };
+    match rest {
+        "" => message.contains('{') || text.is_empty(),
+        rest => (1..=text.len())
+            .filter(|at| text.is_char_boundary(*at))
+            .any(|at| is_line_of(&text[at..], rest)),
+    }
+}
+
+/// The daemon passes on the lines of a pod's shim.
+///
+/// Promise: errors_are_explained.
+#[test]
+fn every_line_of_the_shim_is_explained() {
+    /// The line that only has a step, and the reason of the program's end.
+    const ANY_STEP: [&str; 3] = ["container {}: {e}", "container {id}: {e}", "{e}"];
+    let rows = rows("## Lines of a pod's shim");
+    let (mut lines, mut any) = (Vec::new(), 0);
+    let macros = ["log::warn(format_args!(", "log::error(format_args!("];
+    calls("runc-shim/src", &macros, |place, message, _, _| {
+        let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
+        match ANY_STEP.contains(&&*message) {
+            true => any += 1,
+            false => lines.push((place.to_owned(), message)),
+        }
+    });
+    assert!(lines.len() > 10 && any > 2, "only {lines:?} and {any} were seen");
+    for (place, message) in &lines {
+        assert!(
+            rows.iter().any(|row| is_line_of(row, message)),
+            "{place}: {message:?} is not in docs/log.md"
+        );
+    }
+    for row in rows.iter().filter(|row| *row != "container ID: …" && *row != "SIGINT") {
+        assert!(
+            lines.iter().any(|(_, message)| is_line_of(row, message)),
+            "docs/log.md explains {row:?}, which the shim does not log"
+        );
+    }
+}
+
+#[test]
+fn a_row_of_the_page_is_a_line_of_its_message_only() {
+    assert!(is_line_of(
+        "container ID: stuck; killing N now",
+        "container {id}: {why}; killing {} now"
+    ));
+    assert!(!is_line_of("container ID: stuck", "container {id}: {why}; killing {} now"));
+    assert!(!is_line_of("failed to x: …", "failed to y: {e}"));
+    assert!(!is_line_of("failed to x: …", "failed to x"));
+    assert!(is_line_of("failed to x", "failed to x"));
 }
 
 /// Returns `docs/configure.md` as generated from the table of settings.

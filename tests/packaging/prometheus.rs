@@ -103,7 +103,7 @@ fn check(place: &str, expression: &str, exported: &BTreeMap<String, BTreeSet<Str
 fn alerts_use_exported_metrics() {
     let (exported, rules) = (exported(), file("packaging/prometheus/alerts.yaml"));
     let rules: Value = serde_yaml_ng::from_str(&rules).unwrap();
-    let operate = file("docs/operate.md");
+    let metrics = file("docs/metrics.md");
     let mut names = BTreeSet::new();
     for group in rules["groups"].as_array().unwrap() {
         for rule in group["rules"].as_array().unwrap() {
@@ -122,8 +122,8 @@ fn alerts_use_exported_metrics() {
                 assert!(rule["annotations"][text].is_string(), "{name} has no {text}");
             }
             assert!(
-                operate.contains(&format!("`{name}`")),
-                "docs/operate.md does not say what to do about {name}"
+                metrics.contains(&format!("`{name}`")),
+                "docs/metrics.md does not say what to do about {name}"
             );
         }
     }
@@ -151,13 +151,13 @@ fn the_dashboard_uses_exported_metrics() {
 
 #[test]
 fn every_metric_is_described() {
-    let operate = file("docs/operate.md");
+    let metrics = file("docs/metrics.md");
     for name in exported().keys() {
         let name = ["_bucket", "_count", "_sum"]
             .iter()
             .find_map(|end| name.strip_suffix(end))
             .unwrap_or(name);
-        assert!(operate.contains(&format!("`{name}`")), "docs/operate.md does not describe {name}");
+        assert!(metrics.contains(&format!("`{name}`")), "docs/metrics.md does not describe {name}");
     }
 }
 
