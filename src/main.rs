@@ -10,7 +10,7 @@ use clap::Parser as _;
 use node::check::{self, DaemonFindings, Level};
 use pause_sandboxer::cli::{
     self, Cli, Command, ConfigCommand, DOWN, Format, NEEDED, ServeOptions, SettingsSource, WARNED,
-    table,
+    colour, table,
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
@@ -95,7 +95,7 @@ async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
             let all = Client::connect(&settings.load()?).await?.list(true).await?;
             print(&match output {
                 Format::Json => pretty(&table::list_json(&all)),
-                Format::Text => table::list(&all, SystemTime::now()),
+                Format::Text => coloured(table::list(&all, SystemTime::now()), colour::states),
             })?;
         }
         Command::Inspect { id, output, settings } => {
@@ -135,7 +135,10 @@ async fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
     let findings = check::run(&subject, own).await;
     print(&match options.output {
         Format::Json => pretty(&findings.iter().map(check::Finding::to_json).collect()),
-        Format::Text => findings.iter().map(|finding| format!("{finding}\n")).collect(),
+        Format::Text => {
+            let text = findings.iter().map(|finding| format!("{finding}\n")).collect();
+            coloured(text, colour::findings)
+        }
     })?;
     Ok(match check::worst(&findings) {
         Level::Warn if options.strict => WARNED.into(),
@@ -231,6 +234,11 @@ fn write_image(file: Option<&Path>) -> Result<(), String> {
         None => oci_image::write(PROGRAM, io::stdout().lock())
             .map_err(|e| format!("write to standard output: {e}")),
     }
+}
+
+/// A text for standard output, with colours on a terminal.
+fn coloured(text: String, paint: fn(&str) -> String) -> String {
+    if colour::shown() { paint(&text) } else { text }
 }
 
 fn pretty(value: &serde_json::Value) -> String {

@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum, value_parser};
 use crate::config::{Config, ConfigError, Flags};
 use crate::enable;
 
+pub mod colour;
 pub mod table;
 
 /// Exit status: the daemon cannot be reached.

@@ -227,3 +227,27 @@ fn without_containerd_its_config_is_not_examined() {
         );
     }
 }
+
+/// The output of `check` on a terminal, which `script` makes.
+fn on_a_terminal(environment: &[(&str, &str)]) -> String {
+    let check = format!("{} check --containerd-config /nowhere", program().get_program().display());
+    let mut command = Command::new("script");
+    command.args(["-qec", &check, "/dev/null"]).env_remove("NO_COLOR").env("TERM", "xterm");
+    let output = command.envs(environment.iter().copied()).output().unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn a_terminal_gets_colours_and_nothing_else_does() {
+    const GREEN: &str = "\x1b[32mok\x1b[0m    kernel: ";
+    let coloured = on_a_terminal(&[]);
+    assert!(coloured.contains(GREEN) && coloured.contains("\x1b[31mFAIL\x1b[0m  "), "{coloured}");
+    for environment in [("NO_COLOR", "1"), ("TERM", "dumb")] {
+        let plain = on_a_terminal(&[environment]);
+        assert!(plain.contains("ok    kernel: ") && !plain.contains('\x1b'), "{plain}");
+    }
+    // An empty value asks for nothing.
+    assert!(on_a_terminal(&[("NO_COLOR", "")]).contains(GREEN));
+    let piped = program().args(["check", "--containerd-config", "/nowhere"]).output().unwrap();
+    assert!(stdout(&piped).contains("ok    kernel: ") && !stdout(&piped).contains('\x1b'));
+}
