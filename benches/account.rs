@@ -53,17 +53,6 @@ impl Account {
     }
 }
 
-/// Proportional set size of a process, kilobytes (proc_pid_smaps(5)).
-pub(crate) fn pss(pid: u32) -> Result<f64> {
-    let path = format!("/proc/{pid}/smaps_rollup");
-    let text = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("Pss:"))
-        .with_context(|| format!("{path}: no Pss"))?;
-    Ok(line.trim().trim_end_matches(" kB").trim().parse()?)
-}
-
 /// Processor time of a process since its start, without its children.
 pub(crate) fn cpu_time(pid: u32) -> Result<Duration> {
     let pid = nix::unistd::Pid::from_raw(i32::try_from(pid)?);

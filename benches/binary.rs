@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use anyhow::Result;
+use kit::machine::processes::pss;
 
-use crate::account::pss;
 use crate::daemon::{BINARY, Daemon};
 use crate::report::Report;
 use crate::samples::{Samples, median};

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use kit::machine::processes;
+use kit::machine::processes::{self, pss};
 use kit::{Container, ContainerSpec, Pod, PodSpec};
 
-use crate::account::{cpu_time, pss, switches};
+use crate::account::{cpu_time, switches};
 use crate::report::Report;
 use crate::samples::{Samples, order};
 use crate::setup::{BUILTIN, OURS, Setup, Target};

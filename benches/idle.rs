@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use anyhow::Result;
 use kit::PodSpec;
+use kit::machine::processes::pss;
 
 use crate::Plan;
-use crate::account::{of_pods, pss};
+use crate::account::of_pods;
 use crate::pods;
 use crate::report::Report;
 use crate::samples::{median, order};

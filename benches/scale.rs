@@ -5,9 +5,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use kit::controller::Controller;
 use kit::machine::cgroup;
+use kit::machine::processes::pss;
 use kit::{Pod, PodSpec, until};
 
-use crate::account::{of_pods, pss};
+use crate::account::of_pods;
 use crate::report::Report;
 use crate::samples::{Samples, median};
 use crate::setup::{OURS, Setup};

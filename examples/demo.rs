@@ -1,8 +1,9 @@
 //! `make demo`: a pod with two containers on a real containerd, from its start to its end, and what
-//! its start costs.
+//! pods cost in memory and time.
 //!
 //! usage: demo PAUSE-SANDBOXER-BINARY
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -14,6 +15,12 @@ use nix::unistd::Pid;
 
 /// Pods of each kind that are run to be timed.
 const ROUNDS: usize = 11;
+
+/// Pods of each handler whose memory is compared.
+const PODS: usize = 20;
+
+/// The names of pause processes and shims, as the kernel cuts them.
+const OVERHEAD: [&str; 3] = ["pause", "containerd-shim", "runc-shim"];
 
 #[tokio::main]
 async fn main() -> Result<()> {
@@ -80,22 +87,65 @@ async fn main() -> Result<()> {
     say("no process, shim, mount, network namespace, cgroup, socket or directory of the pod is \
          left");
 
+    compare_memory(&node).await?;
+    compare_times(&node).await
+}
+
+async fn compare_memory(node: &Arc<Node>) -> Result<()> {
+    title("What the pods' own processes need");
+    say(&format!(
+        "shims and pause processes of {PODS} pods with one container each, without the containers:"
+    ));
+    say(&format!("    {:<14} {:>9} {:>15} {:>7}", "", "built-in", "pause-sandboxer", "ratio"));
+    let [builtin, ours] =
+        [memory(node, Handler::Builtin).await?, memory(node, Handler::Ours).await?];
+    for (name, pods) in [("one pod", 1.0), ("110 pods", 110.0)] {
+        let [builtin, ours] = [builtin, ours].map(|kilobytes| kilobytes * pods / 1e3);
+        say(&format!("    {name:<14} {builtin:>6.1} MB {ours:>12.1} MB {:>6.1}x", builtin / ours));
+    }
+    let daemon = processes::pss(node.sandboxer_pid()?)? / 1e3;
+    say(&format!(
+        "110 is kubelet's limit, calculated; the daemon needs {daemon:.1} MB for all pods"
+    ));
+    Ok(())
+}
+
+async fn compare_times(node: &Arc<Node>) -> Result<()> {
     title("What RunPodSandbox takes");
     say(&format!(
         "median of {ROUNDS} pods each, built-in and this sandboxer in turn, in milliseconds:"
     ));
     say(&format!("    {:<14} {:>9} {:>15} {:>7}", "", "built-in", "pause-sandboxer", "ratio"));
-    let host = timed(&node, || PodSpec::new("host").host_network()).await?;
+    let host = timed(node, || PodSpec::new("host").host_network()).await?;
     row("host network", host);
-    let bridged = timed(&node, || PodSpec::new("bridge")).await?;
+    let bridged = timed(node, || PodSpec::new("bridge")).await?;
     row("bridge (CNI)", bridged);
     say("most of the bridged pod's time is CNI's, which is the same for both");
-    say("the demo is compiled without optimisation; `make bench` measures the release build");
+    say("\nthe demo is compiled without optimisation; the release build, that of `make bench`,");
+    say("needs less memory and time");
     Ok(())
 }
 
+/// Memory of the shim and the pause process of a pod with one container, kilobytes.
+async fn memory(node: &Arc<Node>, handler: Handler) -> Result<f64> {
+    let (before, mut pods) = (processes::all()?, Vec::new());
+    for number in 0..PODS {
+        let pod = node.run(handler, PodSpec::new(&format!("memory-{number}"))).await?;
+        pod.run(ContainerSpec::sleeping("main")).await?;
+        pods.push(pod);
+    }
+    let mut overhead = new_since(&before, node)?;
+    overhead.retain(|process| OVERHEAD.contains(&&*process.comm));
+    ensure!(overhead.len() == 2 * PODS, "not a shim and a pause process each: {overhead:?}");
+    let sum = overhead.iter().map(|process| processes::pss(process.pid)).sum::<Result<f64>>()?;
+    for pod in pods {
+        pod.remove().await?;
+    }
+    Ok(sum / PODS as f64)
+}
+
 /// Median times of RunPodSandbox by the built-in controller and by this sandboxer.
-async fn timed(node: &std::sync::Arc<Node>, spec: impl Fn() -> PodSpec) -> Result<[Duration; 2]> {
+async fn timed(node: &Arc<Node>, spec: impl Fn() -> PodSpec) -> Result<[Duration; 2]> {
     let mut times = [Vec::new(), Vec::new()];
     for round in 0..=ROUNDS {
         for (times, handler) in times.iter_mut().zip(Handler::ALL) {

@@ -74,6 +74,21 @@ pub fn one(pid: u32) -> Result<Proc> {
     })
 }
 
+/// Proportional set size of a process, kilobytes (proc_pid_smaps(5)): a page that processes share
+/// counts once.
+///
+/// # Errors
+/// There is none with this id.
+pub fn pss(pid: u32) -> Result<f64> {
+    let path = format!("/proc/{pid}/smaps_rollup");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Pss:"))
+        .with_context(|| format!("{path}: no Pss"))?;
+    Ok(line.trim().trim_end_matches(" kB").trim().parse()?)
+}
+
 /// The namespace of one kind (`net`, `pid`, …) that a process is in, such as `net:[4026531840]`;
 /// `self` is a process, too.
 ///
