@@ -1,4 +1,5 @@
-//! Settings of the daemon: one checked [`Config`] from the config file and the flags.
+//! Settings of the daemon: one checked [`Config`] from the config file, the settings that `enable`
+//! adopts from containerd in a file beside it, and the flags.
 //!
 //! Every setting is written once, as a field of [`Config`]: serde reads it from the file, clap from
 //! the flag of the same name, with dashes. The field's comment is its text in the help, in the
@@ -14,16 +15,23 @@ use log::LevelFilter;
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
+mod error;
 mod pattern;
 mod value;
 
+pub use error::ConfigError;
 pub use pattern::Pattern;
 pub use value::{LogFormat, Metrics, ShimOwner, Variable};
 
-use value::{absolute_path, lower_case, path};
+use error::line_of;
+pub use value::absolute_path;
+use value::{lower_case, path};
 
 /// The config file that is read when none is named; it need not exist.
 pub const DEFAULT_FILE: &str = "/etc/pause-sandboxer/config.toml";
+
+/// The extension of the file beside a config file with the settings that `enable` adopts.
+const ADOPTED: &str = "adopted.toml";
 
 /// The containerd namespace of CRI. Calls of another namespace are rejected.
 pub const CONTAINERD_NAMESPACE: &str = "k8s.io";
@@ -40,9 +48,6 @@ const SOCKET_PATH_SPARE: usize = 4;
 /// Size of what follows the state directory in the path of a shim's socket, bytes; equal to
 /// `crate::shim::SOCKET_SUFFIX`.
 pub const SHIM_SOCKET_SUFFIX: usize = 43;
-
-/// Maximum length of the reason in an error of the file, characters: it shows text of the file.
-const SHOWN_MAX: usize = 1000;
 
 /// Directory of CRI's pod files below containerd's `root` and `state`. At a restart containerd
 /// deletes unknown entries there.
@@ -239,113 +244,74 @@ impl Flags {
     }
 }
 
-/// Invalid settings: the place, the setting and the reason.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    /// The config file could not be read.
-    #[error("read config file {}: {reason}", .file.display())]
-    Read {
-        /// The config file.
-        file: PathBuf,
-        /// The system's answer.
-        reason: String,
-    },
-    /// The config file is not TOML, or a setting in it is unknown or invalid.
-    #[error("{}:{line}: {reason}", .file.display())]
-    File {
-        /// The config file.
-        file: PathBuf,
-        /// Its line, from 1.
-        line: usize,
-        /// The setting, unless the file is not TOML, and why it is invalid.
-        reason: String,
-    },
-    /// An option does not fit the other settings.
-    #[error("--{}: {reason}", .name.replace('_', "-"))]
-    Flag {
-        /// The setting.
-        name: &'static str,
-        /// Why it is invalid.
-        reason: String,
-    },
-    /// A default does not fit the other settings.
-    #[error("default of {name}: {reason}")]
-    Default {
-        /// The setting.
-        name: &'static str,
-        /// Why it is invalid.
-        reason: String,
-    },
-    /// The options of the command line could not be read.
-    #[error(transparent)]
-    Options(#[from] clap::Error),
-}
-
-impl ConfigError {
-    /// The error of the file's parser, with the setting at its place.
-    fn in_file(file: &Path, text: &str, error: &toml::de::Error) -> Self {
-        let at = error.span().map_or(0, |span| span.start);
-        let table = DeTable::parse(text).ok();
-        let setting = table.as_ref().and_then(|table| {
-            let mut entries = table.get_ref().iter();
-            entries.find(|(key, value)| (key.span().start..value.span().end.max(1)).contains(&at))
-        });
-        let (at, name) = setting.map_or((at, String::new()), |(key, _)| {
-            (key.span().start, format!("{}: ", key.get_ref()))
-        });
-        let reason = format!("{name}{}", error.message()).chars().take(SHOWN_MAX).collect();
-        Self::File { file: file.to_owned(), line: line_of(text, at), reason }
-    }
-}
-
-/// The line, from 1, of the byte at `offset`.
-fn line_of(text: &str, offset: usize) -> usize {
-    1 + text.as_bytes().iter().take(offset).filter(|b| **b == b'\n').count()
-}
-
 /// The directory of the sandboxes' records below a state directory.
 pub fn records_below(state_dir: &Path) -> PathBuf {
     state_dir.join("sandboxes")
 }
 
+/// The file with the settings that `enable` adopts from containerd, for this config file.
+pub fn adopted_file(file: &Path) -> PathBuf {
+    file.with_extension(ADOPTED)
+}
+
+/// The text of a config file; empty if it is not there and need not be.
+fn read(file: &Path, optional: bool) -> Result<String, ConfigError> {
+    match std::fs::read_to_string(file) {
+        Err(e) if optional && e.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        text => {
+            text.map_err(|e| ConfigError::Read { file: file.to_owned(), reason: e.to_string() })
+        }
+    }
+}
+
 impl Config {
-    /// Reads `file`, lets `flags` override it, and checks the whole. Without a `file`
-    /// [`DEFAULT_FILE`] is read if it exists.
+    /// Reads the adopted settings of `file`, lets `file` and then `flags` override them, and checks
+    /// the whole. Without a `file` [`DEFAULT_FILE`] is read if it exists.
     ///
     /// # Errors
     /// A file that cannot be read or is not TOML; the first setting that is unknown or wrong.
     pub fn load(file: Option<&Path>, flags: &Flags) -> Result<Self, ConfigError> {
-        let (path, optional) = (file.unwrap_or(Path::new(DEFAULT_FILE)), file.is_none());
-        match std::fs::read_to_string(path) {
-            Ok(text) => Self::parse(path, &text, flags),
-            Err(e) if optional && e.kind() == std::io::ErrorKind::NotFound => {
-                Self::parse(path, "", flags)
-            }
-            Err(e) => Err(ConfigError::Read { file: path.to_owned(), reason: e.to_string() }),
-        }
+        let path = file.unwrap_or(Path::new(DEFAULT_FILE));
+        let adopted = adopted_file(path);
+        let texts = [read(&adopted, true)?, read(path, file.is_none())?];
+        Self::parse_all(&[(&adopted, &texts[0]), (path, &texts[1])], flags)
     }
 
-    /// As [`Config::load`] with the content of the file at `path`.
+    /// The settings of the file at `path`, with its content.
     ///
     /// # Errors
     /// The text is not TOML; the first setting that is unknown or wrong.
     pub fn parse(path: &Path, text: &str, flags: &Flags) -> Result<Self, ConfigError> {
-        let mut config: Self =
-            toml::from_str(text).map_err(|e| ConfigError::in_file(path, text, &e))?;
+        Self::parse_all(&[(path, text)], flags)
+    }
+
+    /// As [`Config::parse`] for several files, of which a later one overrides an earlier one.
+    ///
+    /// # Errors
+    /// As [`Config::parse`].
+    pub fn parse_all(files: &[(&Path, &str)], flags: &Flags) -> Result<Self, ConfigError> {
+        let (mut config, mut values) = (Self::default(), toml::Table::new());
+        for (path, text) in files {
+            let in_file = |e: toml::de::Error| ConfigError::in_file(path, text, &e);
+            // An error has the line of its own file.
+            let _: Self = toml::from_str(text).map_err(in_file)?;
+            values.extend(toml::from_str::<toml::Table>(text).map_err(in_file)?);
+            config = values.clone().try_into().map_err(in_file)?;
+        }
         flags.apply(&mut config)?;
         let Err((name, reason)) = config.check() else { return Ok(config) };
         if flags.has(name) {
             return Err(ConfigError::Flag { name, reason });
         }
-        let table = DeTable::parse(text).map_err(|e| ConfigError::in_file(path, text, &e))?;
-        Err(match table.get_ref().iter().find(|(key, _)| key.get_ref() == name) {
-            Some((key, _)) => ConfigError::File {
-                file: path.to_owned(),
-                line: line_of(text, key.span().start),
-                reason: format!("{name}: {reason}"),
-            },
-            None => ConfigError::Default { name, reason },
-        })
+        for (path, text) in files.iter().rev() {
+            let table = DeTable::parse(text).map_err(|e| ConfigError::in_file(path, text, &e))?;
+            let key = table.get_ref().keys().find(|key| key.get_ref() == name);
+            if let Some(line) = key.map(|key| line_of(text, key.span().start)) {
+                let reason = format!("{name}: {reason}");
+                return Err(ConfigError::File { file: path.to_path_buf(), line, reason });
+            }
+        }
+        Err(ConfigError::Default { name, reason })
     }
 
     /// All settings, in the order of `config default`, as options.

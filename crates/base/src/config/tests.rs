@@ -103,6 +103,32 @@ fn flags_override_the_file() {
     assert_eq!(fault.to_string(), "--socket: must be in a directory below /");
 }
 
+#[test]
+fn adopted_settings_are_read_before_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("c.toml");
+    let adopted = adopted_file(&file);
+    assert_eq!(adopted, dir.path().join("c.adopted.toml"));
+    std::fs::write(&file, "containerd_state = '/b'\nlog_level = 'debug'\n").unwrap();
+    std::fs::write(&adopted, "containerd_root = '/a'\ncontainerd_state = '/a'\n").unwrap();
+    let config = Config::load(Some(&file), &Flags::default()).unwrap();
+    let expected = Config {
+        containerd_root: "/a".into(),
+        containerd_state: "/b".into(),
+        log_level: LevelFilter::Debug,
+        ..Config::default()
+    };
+    assert_eq!(config, expected);
+    for (text, fault) in [
+        ("\nsocet = 1", "c.adopted.toml:2: socet: unknown field"),
+        ("\nshim_env = ['A=b', 'A=c']", "c.adopted.toml:2: shim_env: A is set twice"),
+    ] {
+        std::fs::write(&adopted, text).unwrap();
+        let said = Config::load(Some(&file), &Flags::default()).unwrap_err().to_string();
+        assert!(said.contains(fault), "{said}");
+    }
+}
+
 /// Promise: settings_errors_name_the_place.
 #[test]
 fn errors_name_file_line_and_setting() {

@@ -20,7 +20,7 @@ const PROTOCOL: [&str; 4] = ["TTRPC_ADDRESS", "GRPC_ADDRESS", "NAMESPACE", "MAX_
 ///
 /// # Errors
 /// The reason.
-pub(super) fn absolute_path(text: &str) -> Result<PathBuf, String> {
+pub fn absolute_path(text: &str) -> Result<PathBuf, String> {
     let path = Path::new(text);
     let above = path.components().any(|part| part == Component::ParentDir);
     if !path.is_absolute() || above || text.contains(char::is_control) {
