@@ -159,6 +159,7 @@ fn node(change: &cli::Change) -> Result<NodeChange, CommandFailure> {
     Ok(NodeChange {
         subject: subject(&change.node)?,
         settings: enable::settings_file(change.node.settings.file.as_deref()),
+        containerd_address: change.containerd_address.clone(),
         dry_run: change.dry_run,
         restart: change.restart.then_some(by),
         within: Duration::from_secs(change.timeout.into()),
@@ -183,7 +184,7 @@ async fn enable(options: &cli::Enable) -> Result<(), CommandFailure> {
 async fn disable(options: &cli::Disable) -> Result<ExitCode, CommandFailure> {
     let change = node(&options.change)?;
     if options.check {
-        let need = enable::need(&change.subject).await.map_err(|e| e.to_string())?;
+        let need = enable::need(&change).await.map_err(|e| e.to_string())?;
         print(&need.to_string())?;
         return Ok(if need.is_needed() { NEEDED.into() } else { ExitCode::SUCCESS });
     }

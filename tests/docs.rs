@@ -226,10 +226,13 @@ fn configure() -> String {
 # Configure
 
 Every setting has a default. Settings are keys of `/etc/pause-sandboxer/config.toml`, which is
-optional, and options of `pause-sandboxer serve`. Options override the file. The other commands read
-the file and have `--config` and `--socket`. `pause-sandboxer config default` prints a file with all
-settings, `pause-sandboxer config show` prints the effective ones. An unknown setting or an invalid
-value is an error that names file, line and setting.
+optional, and options of `pause-sandboxer serve`. Options override the file. The file overrides
+`config.adopted.toml` in the same directory, where [`enable`](install.md#what-enable-does) keeps the
+settings that must equal containerd's; do not edit that file. With `--config NAME.toml` it is
+`NAME.adopted.toml`. The other commands read both files and have `--config` and `--socket`.
+`pause-sandboxer config default` prints a file with all settings, `pause-sandboxer config show`
+prints the effective ones. An unknown setting or an invalid value is an error that names file, line
+and setting.
 
 A change takes effect after `systemctl restart pause-sandboxer`; pods keep running. `systemctl
 reload pause-sandboxer` (SIGHUP) reloads `log_level` only. Change `state_dir` only on a drained
@@ -237,11 +240,11 @@ node: the daemon does not start with another one while the old one has records o
 `socket` also changes. The file `SOCKET.state`, by default
 `/run/pause-sandboxer/pause-sandboxer.sock.state`, names the directory that is in use.
 
-Settings that containerd also has must be equal there; `pause-sandboxer check` compares them. What
-the daemon decides by itself has no setting: pods' cgroups are systemd scopes if kubelet names a
-slice and systemd is the init system, and directories otherwise; calls are for containerd's
-namespace `k8s.io`, which CRI uses; the runtime's shim is found as containerd finds it, in
-containerd's PATH or beside containerd.
+Settings that containerd also has must be equal there; `pause-sandboxer check` compares them, and
+`enable` adopts them. What the daemon decides by itself has no setting: pods' cgroups are systemd
+scopes if kubelet names a slice and systemd is the init system, and directories otherwise; calls are
+for containerd's namespace `k8s.io`, which CRI uses; the runtime's shim is found as containerd finds
+it, in containerd's PATH or beside containerd.
 
 <!-- The rest of this page is generated from the fields of `Config`:
 UPDATE_DOCS=1 cargo test --test docs -->

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, value_parser};
 
-use crate::config::{Config, ConfigError, Flags};
+use crate::config::{Config, ConfigError, Flags, absolute_path};
 use crate::enable;
 
 pub mod colour;
@@ -156,6 +156,10 @@ pub struct Change {
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     #[arg(value_parser = value_parser!(u32).range(1..))]
     pub timeout: u32,
+    /// containerd's gRPC socket [default: containerd_address of the config file, or that of the
+    /// containerd that runs]
+    #[arg(long, value_name = "PATH", value_parser = absolute_path)]
+    pub containerd_address: Option<PathBuf>,
     /// The node.
     #[command(flatten)]
     pub node: NodeOptions,
@@ -282,7 +286,7 @@ pub struct SettingsSource {
     #[arg(long = "config", value_name = "FILE")]
     pub file: Option<PathBuf>,
     /// gRPC socket of the daemon, which overrides the config file's
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = absolute_path)]
     pub socket: Option<PathBuf>,
 }
 

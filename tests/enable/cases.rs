@@ -69,7 +69,7 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     ensure!(made == expected, "the handler has\n{made}\nand runc has\n{expected}");
     ensure!(made["pod_annotations"][0].as_str() == Some("io.test/*"), "{made}");
     // The sandboxer has the setting that it shares.
-    let settings = fs::read_to_string(etc.node.layout().sandboxer_config())?;
+    let settings = fs::read_to_string(etc.adopted())?;
     ensure!(settings.contains("pod_annotations = [\"io.test/*\"]"), "{settings}");
     let checked = etc.run(&["check"]).text;
     ensure!(!checked.contains("FAIL  containerd") && !checked.contains("adopts it"), "{checked}");
@@ -92,10 +92,7 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     ensure!(!needs.contains("default: ") && !needs.contains("pod: "), "{needs}");
     ensure!(etc.files() == complete, "a dry run has written");
     etc.with_restart(&["disable"], always).await?.well()?;
-    let mut left = etc.files();
-    // The sandboxer's own settings stay.
-    let own = etc.node.layout().sandboxer_config();
-    left.insert(own.clone(), before[&own].clone());
+    let left = etc.files();
     ensure!(left == before, "left: {:?}", left.keys());
     ensure!(etc.dump()? == merged, "the merged config is another");
     let again = etc.with_restart(&["disable"], always).await?.well()?;
@@ -167,7 +164,6 @@ async fn a_missing_import_is_refused(node: Arc<Node>) -> Result<()> {
 
 /// Promise: enable_is_undone.
 async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>) -> Result<()> {
-    node.start_sandboxer().await?;
     let etc = Etc::new(node, 3, "").await?;
     let before = etc.files();
     // It comes up with the old files only.
@@ -194,7 +190,6 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     etc.with_restart(&["enable", "--offline"], always).await?.well()?;
     let image = pause_sandboxer::oci_image::NAME;
     ensure!(etc.node.cri().image_id(image).await?.is_some(), "the image is not imported");
-    etc.node.start_sandboxer().await?;
     let pod = etc.node.run(Handler::Ours, PodSpec::new("web")).await?;
     let container = pod.run(ContainerSpec::sleeping("main")).await?;
     ensure!(container.sh("hostname").await? == "web\n", "the container does not run");
@@ -205,7 +200,7 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     etc.node.stop_sandboxer().await?;
     etc.run(&["disable", "--check"]).refused("pod: default/web (")?;
     let said = etc.with_restart(&["enable"], always).await?;
-    let said = said.refused("start it first")?;
+    let said = said.refused("reports pods that it has as NotReady")?;
     ensure!(etc.files() == before, "the files are not as before: {said}");
     etc.node.start_sandboxer().await?;
     // The default handler has the image too.
@@ -234,7 +229,6 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
 async fn a_pod_that_comes_before_the_restart_keeps_its_handler(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     etc.with_restart(&["enable"], always).await?.well()?;
-    etc.node.start_sandboxer().await?;
     let before = etc.files();
     let asked = etc.node.layout().top.join("asked");
     let script = format!("touch {0} && while [ -e {0} ]; do sleep 0.05; done", asked.display());

@@ -17,7 +17,7 @@ use crate::etc::Etc;
 
 pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
     cases![
-        a_default_handler_needs_a_daemon,
+        a_restart_needs_a_daemon,
         a_second_disable_unloads_the_handler,
         second_disable_fails_while_pods_use_handler,
         a_handler_that_is_not_loaded_fails_the_check,
@@ -45,20 +45,23 @@ pub(crate) async fn containerd_is_older() {
 pub(crate) async fn enabled(node: Arc<Node>) -> Result<Etc> {
     let etc = Etc::new(node, 3, "").await?;
     etc.with_restart(&["enable"], always).await?.well()?;
-    etc.node.start_sandboxer().await?;
     Ok(etc)
 }
 
-async fn a_default_handler_needs_a_daemon(node: Arc<Node>) -> Result<()> {
+async fn a_restart_needs_a_daemon(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
+    etc.node.stop_sandboxer().await?;
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
-    let said = etc.with_restart(&["enable", "--default"], always).await?;
-    let said = said.refused("cannot reach the daemon")?;
-    ensure!(etc.files() == before, "it has written: {said}");
-    ensure!(etc.node.containerd_pid()? == pid, "containerd is another");
-    // Other pods do not need it.
-    let said = etc.with_restart(&["enable"], always).await?.well()?;
+    for words in [&["enable", "--default"][..], &["enable"]] {
+        let said = etc.with_restart(words, always).await?.refused("cannot reach the daemon")?;
+        ensure!(said.contains("no pod of runtime handler runc-pause starts"), "{said}");
+        ensure!(etc.files() == before, "it has written: {said}");
+        ensure!(etc.node.containerd_pid()? == pid, "containerd is another");
+    }
+    // The files are written for a later start of both.
+    let said = etc.run(&["enable"]).well()?;
     ensure!(said.contains("cannot reach the daemon"), "{said}");
+    etc.restart().await?;
     etc.node.start_sandboxer().await?;
     let said = etc.with_restart(&["enable", "--default"], always).await?.well()?;
     ensure!(!said.contains("cannot reach the daemon"), "{said}");
@@ -123,10 +126,7 @@ async fn a_restart_that_fails_names_the_earlier_command(node: Arc<Node>) -> Resu
     let words = ["disable", "--containerd-config", &file, "--containerd", &program];
     etc.with_restart(&words, |etc| !etc.drop_in().exists()).await?.well()?;
     ensure!(etc.node.cri().version().await.is_ok(), "containerd does not answer");
-    let mut left = etc.files();
-    // The sandboxer's own settings stay.
-    let own = etc.node.layout().sandboxer_config();
-    left.insert(own.clone(), before[&own].clone());
+    let left = etc.files();
     ensure!(left == before, "left: {:?}", left.keys());
     Ok(())
 }
@@ -240,6 +240,8 @@ async fn another_name_replaces_the_handler(node: Arc<Node>) -> Result<()> {
 
 async fn pods_that_cannot_be_listed_restore_the_files(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
+    etc.node.stop_sandboxer().await?;
+    fs::remove_dir_all(etc.node.layout().sandboxer_state())?;
     etc.run(&["enable"]).well()?;
     let before = etc.files();
     // A file is in the place of the records once the drop-in is removed.
@@ -288,9 +290,9 @@ async fn pods_are_unknown_until_cri_answers(node: Arc<Node>) -> Result<()> {
     let said = said.well()?;
     ensure!(!etc.drop_in().exists(), "{said}");
     // Without CRI none is to be waited for.
+    etc.run(&["enable"]).well()?;
     let text = fs::read_to_string(etc.file())?;
     fs::write(etc.file(), format!("disabled_plugins = ['io.containerd.grpc.v1.cri']\n{text}"))?;
-    etc.run(&["enable"]).well()?;
     let started = tokio::time::timeout(Duration::from_secs(5), etc.restart()).await;
     ensure!(started.is_err(), "CRI is not disabled: {started:?}");
     let said = etc.run(&["disable"]).well()?;
@@ -373,7 +375,8 @@ async fn a_stopped_containerd_does_not_show_its_config_file(node: Arc<Node>) -> 
     etc.node.stop_containerd().await?;
     let program = etc.node.parts().program("containerd").display().to_string();
     let words = ["disable", "--restart", "--restart-command", "exit 7", "--containerd", &program];
-    let said = etc.run(&words).refused("or use --containerd-config FILE")?;
+    let said =
+        etc.run(&words).refused("ADDRESS or --containerd-config FILE. Known addresses: /run/")?;
     let settings = etc.node.layout().sandboxer_config();
     let way = format!("or set containerd_address in {}", settings.display());
     ensure!(said.contains(&way), "{said}");

@@ -33,9 +33,13 @@ pub(crate) struct Ran {
 }
 
 impl Etc {
-    /// Gives the node's containerd a config file of this version without the sandboxer, in a
+    /// Starts the daemon, if it does not run. Gives the node's containerd a config file of this version without the sandboxer, in a
     /// directory of its own, and restarts it. `head` are the first lines.
     pub(crate) async fn new(node: Arc<Node>, version: i64, head: &str) -> Result<Self> {
+        // The kit finds it through containerd, which is to lose it.
+        if node.sandboxer_pid().is_err() {
+            node.start_sandboxer().await?;
+        }
         let etc = Self { node };
         let path = etc.node.layout().containerd_config();
         let table = of_version(fs::read_to_string(&path)?.parse()?, version);
@@ -77,7 +81,15 @@ impl Etc {
         }
         let settings = self.node.layout().sandboxer_config();
         files.insert(settings.clone(), fs::read(settings).unwrap());
+        if let Ok(adopted) = fs::read(self.adopted()) {
+            files.insert(self.adopted(), adopted);
+        }
         files
+    }
+
+    /// The sandboxer's settings that it has adopted.
+    pub(crate) fn adopted(&self) -> PathBuf {
+        self.node.layout().sandboxer_config().with_extension("adopted.toml")
     }
 
     /// A command that changes nothing of containerd's process.
@@ -132,36 +144,13 @@ impl Etc {
         words: &[&str],
         starts: impl Fn(&Self) -> bool,
     ) -> Result<Ran> {
-        let asked = self.node.layout().top.join("asked");
-        let script = format!("touch {0} && while [ -e {0} ]; do sleep 0.05; done", asked.display());
-        let mut child = self
-            .command(words)
-            .args(["--restart", "--timeout", "20", "--restart-command", &script])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()?;
-        let ended = async {
-            loop {
-                if child.try_wait()?.is_some() {
-                    return anyhow::Ok(());
-                }
-                if asked.exists() {
-                    if self.node.containerd_pid().is_ok() {
-                        self.node.stop_containerd().await?;
-                    }
-                    if starts(self) {
-                        self.node.start_containerd().await?;
-                    }
-                    fs::remove_file(&asked)?;
-                }
-                tokio::time::sleep(Duration::from_millis(50)).await;
+        let restart = async || {
+            if self.node.containerd_pid().is_ok() {
+                self.node.stop_containerd().await?;
             }
+            if starts(self) { self.node.start_containerd().await } else { Ok(()) }
         };
-        let limit = kit::patient(Duration::from_secs(120));
-        tokio::time::timeout(limit, ended).await.context("the command does not end")??;
-        let output = child.wait_with_output()?;
-        let text = String::from_utf8([output.stdout, output.stderr].concat())?;
-        Ok(Ran { success: output.status.success(), text })
+        restarted(&self.node, self.command(words), restart).await
     }
 
     /// containerd's merged config.
@@ -182,6 +171,38 @@ impl Etc {
     }
 }
 
+/// Runs a command with `--restart`, whose restarts of containerd this test makes.
+pub(crate) async fn restarted(
+    node: &Node,
+    mut command: Command,
+    restart: impl AsyncFn() -> Result<()>,
+) -> Result<Ran> {
+    let asked = node.layout().top.join("asked");
+    let script = format!("touch {0} && while [ -e {0} ]; do sleep 0.05; done", asked.display());
+    let mut child = command
+        .args(["--restart", "--timeout", "20", "--restart-command", &script])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let ended = async {
+        loop {
+            if child.try_wait()?.is_some() {
+                return anyhow::Ok(());
+            }
+            if asked.exists() {
+                restart().await?;
+                fs::remove_file(&asked)?;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    let limit = kit::patient(Duration::from_secs(120));
+    tokio::time::timeout(limit, ended).await.context("the command does not end")??;
+    let output = child.wait_with_output()?;
+    let text = String::from_utf8([output.stdout, output.stderr].concat())?;
+    Ok(Ran { success: output.status.success(), text })
+}
+
 impl Ran {
     /// Fails with the output unless the command has succeeded.
     pub(crate) fn well(self) -> Result<String> {
@@ -197,7 +218,7 @@ impl Ran {
 }
 
 /// The kit's config without the sandboxer, as another version has it.
-fn of_version(mut table: Table, version: i64) -> Table {
+pub(crate) fn of_version(mut table: Table, version: i64) -> Table {
     table.remove("proxy_plugins");
     table.insert("version".to_owned(), version.into());
     let plugins = table["plugins"].as_table_mut().unwrap();

@@ -8,6 +8,7 @@
 )]
 
 mod cases;
+mod distributions;
 mod earlier;
 mod etc;
 mod others;
@@ -23,6 +24,19 @@ use tokio::runtime::Runtime;
 
 type Running = Pin<Box<dyn Future<Output = Result<()>>>>;
 
+/// Runs a case on a node of its own.
+fn run_on_node(
+    runtime: &Runtime,
+    case: impl AsyncFnOnce(Arc<Node>) -> Result<()>,
+) -> Result<(), Failed> {
+    let run = async {
+        let sandboxer = Some(env!("CARGO_BIN_EXE_pause-sandboxer").into());
+        let node = Node::start(Options { sandboxer, ..Options::default() }).await?;
+        case(node).await
+    };
+    runtime.block_on(run).map_err(|e| Failed::from(format!("{e:#}")))
+}
+
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // One machine, one case at a time.
@@ -31,14 +45,8 @@ fn main() -> ExitCode {
     let all = cases::all().into_iter().chain(earlier::all()).chain(others::all());
     let trials = all.map(|(name, case)| {
         let runtime = runtime.clone();
-        Trial::test(name, move || {
-            let run = async {
-                let sandboxer = Some(env!("CARGO_BIN_EXE_pause-sandboxer").into());
-                let node = Node::start(Options { sandboxer, ..Options::default() }).await?;
-                case(node).await
-            };
-            runtime.block_on(run).map_err(|e| Failed::from(format!("{e:#}")))
-        })
+        Trial::test(name, move || run_on_node(&runtime, case))
     });
-    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+    let trials = trials.chain(distributions::trials(&runtime)).collect();
+    libtest_mimic::run(&arguments, trials).exit_code()
 }

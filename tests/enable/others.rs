@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
@@ -19,6 +20,10 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         a_wait_for_the_pods_of_the_default_handler_is_announced,
         options_that_a_command_undoes_are_named,
         a_change_of_the_settings_alone_restarts_no_containerd,
+        an_added_handler_is_not_removed,
+        a_missing_config_file_is_refused,
+        an_older_containerd_is_refused_with_the_remedy,
+        an_invalid_value_is_an_invalid_command_line,
         a_file_that_the_running_containerd_does_not_use_is_refused,
         a_managed_file_is_reported,
         a_pod_of_a_removed_handler_of_another_is_named,
@@ -64,7 +69,6 @@ async fn disable_does_not_restart_with_an_unread_edit(node: Arc<Node>) -> Result
 
 async fn a_wait_for_the_pods_of_the_default_handler_is_announced(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
-    etc.node.start_sandboxer().await?;
     let words = ["enable", "--default", "--offline"];
     etc.with_restart(&words, always).await?.well()?;
     let pod = etc.node.run(Handler::Ours, PodSpec::new("web")).await?;
@@ -96,9 +100,7 @@ async fn options_that_a_command_undoes_are_named(node: Arc<Node>) -> Result<()> 
     };
     ensure!(binary()?.as_deref() == Some("/opt/nvidia"), "{:?}", binary()?);
     // A setting that the handler has and the sandboxer's settings no longer have.
-    let settings = etc.node.layout().sandboxer_config();
-    let text = fs::read_to_string(&settings)?;
-    fs::write(&settings, text.replace("pod_annotations", "# pod_annotations"))?;
+    fs::remove_file(etc.adopted())?;
     let command = format!("pause-sandboxer enable --restart {} adopts it", words.join(" "));
     let said = etc.run(&["check"]).text;
     ensure!(said.contains(&command), "{said}");
@@ -120,16 +122,84 @@ async fn options_that_a_command_undoes_are_named(node: Arc<Node>) -> Result<()> 
 
 async fn a_change_of_the_settings_alone_restarts_no_containerd(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
-    let settings = etc.node.layout().sandboxer_config();
-    let adopted = fs::read_to_string(&settings)?;
-    fs::write(&settings, adopted.replace("pod_annotations", "# pod_annotations"))?;
+    fs::remove_file(etc.adopted())?;
     let pid = etc.node.containerd_pid()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
     ensure!(said.contains("containerd has loaded runtime handler runc-pause"), "{said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
-    let line = "\npod_annotations = [\"io.test/*\"]";
-    let text = fs::read_to_string(&settings)?;
-    ensure!(format!("\n{text}").contains(line), "it is not adopted: {text}");
+    let line = "\npod_annotations = [\"io.test/*\"]\n";
+    let text = fs::read_to_string(etc.adopted())?;
+    ensure!(text.contains(line), "it is not adopted: {text}");
+    // The operator's file overrides it.
+    let settings = etc.node.layout().sandboxer_config();
+    let own = fs::read_to_string(&settings)? + "pod_annotations = ['io.other/*']\n";
+    fs::write(settings, own)?;
+    let before = etc.files();
+    let said = etc.run(&["enable"]).refused("sets pod_annotations, but containerd needs")?;
+    ensure!(etc.files() == before, "it has written: {said}");
+    Ok(())
+}
+
+/// Its packaged file, to which an operator has added a handler, and that of `enable`.
+async fn an_added_handler_is_not_removed(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "imports = [\"conf.d/*.toml\"]\n").await?;
+    let added = "\n[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.mine]\n\
+        runtime_type = 'io.containerd.runc.v2'\n";
+    let packaged = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let packaged = packaged.join("packaging/containerd/pause-sandboxer.toml");
+    let socket = etc.node.layout().sandboxer_socket().display().to_string();
+    let packaged = fs::read_to_string(packaged)?;
+    let packaged = packaged.replace("/run/pause-sandboxer/pause-sandboxer.sock", &socket);
+    fs::create_dir_all(etc.drop_in().parent().context("no directory")?)?;
+    fs::write(etc.drop_in(), &packaged)?;
+    etc.run(&["enable"]).well()?;
+    let written = fs::read_to_string(etc.drop_in())?;
+    for text in [packaged, written] {
+        fs::write(etc.drop_in(), text + added)?;
+        let before = etc.files();
+        for command in ["enable", "disable"] {
+            etc.run(&[command]).refused("also defines runtime handler mine, which this command")?;
+            ensure!(etc.files() == before, "{command} has written");
+        }
+    }
+    Ok(())
+}
+
+async fn a_missing_config_file_is_refused(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    let (before, typo) = (etc.files(), etc.directory().join("confg.toml"));
+    for command in ["enable", "disable"] {
+        let words = [command, "--containerd-config", &typo.display().to_string()];
+        etc.run(&words).refused("confg.toml does not exist, and no running containerd uses it")?;
+        ensure!(etc.files() == before && !typo.exists(), "{command} has written");
+    }
+    Ok(())
+}
+
+async fn an_older_containerd_is_refused_with_the_remedy(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    let program = etc.node.layout().top.join("containerd-1");
+    let version =
+        b"#!/bin/sh\necho containerd github.com/containerd/containerd 1.7.27 05044ec0a9\n";
+    kit::write_program(&program, version)?;
+    let before = etc.files();
+    let said = etc.run(&["enable", "--containerd", &program.display().to_string()]);
+    let said = said.refused("containerd: version 1.7.27; upgrade to 2.0 or newer")?;
+    ensure!(etc.files() == before, "it has written: {said}");
+    Ok(())
+}
+
+async fn an_invalid_value_is_an_invalid_command_line(node: Arc<Node>) -> Result<()> {
+    let etc = Etc { node };
+    for words in [
+        &["enable", "--socket", "x"][..],
+        &["enable", "--containerd-address", "x"],
+        &["enable", "--metrics", "off"],
+        &["list", "--socket", "/x"],
+    ] {
+        let status = etc.command(words).output()?.status;
+        ensure!(status.code() == Some(2), "{words:?}: {status}");
+    }
     Ok(())
 }
 

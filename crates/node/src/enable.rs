@@ -14,19 +14,20 @@ use base::error::{IoContext as _, StepError, StepErrors};
 use containerd_api::GrpcEndpoint;
 use containerd_api::cri::CriClient;
 use containerd_api::images::{self, PINNED};
-use toml::Table;
 
 use crate::check::Subject;
-use crate::check::containerd::{NodeContainerd, enabled};
+use crate::check::containerd::{NodeContainerd, disabled, enabled};
 use crate::oci_image;
 
 mod changes;
 mod disable;
 mod drop_in;
+mod find;
 mod lock;
 mod main_config;
 mod need;
 mod node_state;
+mod ordering;
 mod plan;
 mod pods;
 mod restart;
@@ -34,15 +35,16 @@ mod settings;
 mod toml_text;
 mod trust;
 
-use changes::{Changes, FileChange, FileState};
+use changes::{Changes, FileChange};
 pub use disable::{Disablement, disable};
 use lock::ConfigLock;
-use main_config::{BACKUP, MainConfig};
+use main_config::BACKUP;
 pub use need::{Need, need};
 use node_state::{NodeState, directory_of};
 use plan::HandlerPlan;
 use restart::Restart;
 pub use restart::RestartBy;
+use settings::OwnSettings;
 use trust::check_trusted;
 
 /// The line of a command that changes no file.
@@ -97,6 +99,8 @@ pub struct NodeChange {
     pub subject: Subject,
     /// The sandboxer's config file.
     pub settings: PathBuf,
+    /// containerd's socket; `None`: that of the settings, or of the one containerd that runs.
+    pub containerd_address: Option<PathBuf>,
     /// Show the changes only.
     pub dry_run: bool,
     /// How to restart containerd; `None`: no restart.
@@ -111,21 +115,32 @@ impl NodeChange {
         Some(Restart { by, subject: &self.subject, within: self.within })
     }
 
+    /// The change of the containerd that the option, the settings `config`, or else the node itself
+    /// names.
+    ///
+    /// # Errors
+    /// Several containerds run.
+    fn located(&self, config: &config::Config) -> Result<Self, EnableError> {
+        must_be_root()?;
+        let found = match &self.containerd_address {
+            Some(address) => Some(address.clone()),
+            None => find::address(config, &self.subject)?,
+        };
+        let mut located = self.clone();
+        let address = &mut located.subject.config.containerd_address;
+        *address = found.unwrap_or_else(|| address.clone());
+        Ok(located)
+    }
+
     /// The first steps of both commands: checks for root and a containerd, locks the directory of
-    /// its config, and reads the node.
-    async fn begin(&self) -> Result<(Option<ConfigLock>, NodeState), EnableError> {
+    /// its config, and reads the node. `must_run`: the config file of a containerd that does not
+    /// run must be named.
+    async fn begin(&self, must_run: bool) -> Result<(Option<ConfigLock>, NodeState), EnableError> {
         must_be_root()?;
         self.restart.as_ref().map_or(Ok(()), RestartBy::check)?;
         let containerd = NodeContainerd::find(&self.subject);
         let must_restart = self.restart.is_some() && !self.dry_run;
-        if must_restart && containerd.pid.is_none() && self.subject.containerd_config.is_none() {
-            return refuse(format!(
-                "no containerd listens at {}, so its config file is unknown: start containerd \
-                 first, or set containerd_address in {}, or use --containerd-config FILE",
-                self.subject.config.containerd_address.display(),
-                self.settings.display()
-            ));
-        }
+        self.check_config_file(&containerd, must_run || must_restart)?;
         containerd.supported().await?;
         // The lock is only for root where only root makes files.
         check_trusted(&containerd.file)?;
@@ -137,6 +152,33 @@ impl NodeChange {
             node.is_of_running()?;
         }
         Ok((lock, node))
+    }
+
+    /// Fails if it is unknown which config file containerd uses, or if the named one does not exist
+    /// and is not that file.
+    fn check_config_file(&self, found: &NodeContainerd, must_run: bool) -> Result<(), EnableError> {
+        let Some(named) = &self.subject.containerd_config else {
+            let address = self.subject.config.containerd_address.display();
+            return match found.pid.is_none() && must_run {
+                true => refuse(format!(
+                    "no containerd listens at {address}, so its config file is unknown: start \
+                     containerd first, or set containerd_address in {}, or use \
+                     --containerd-address ADDRESS or --containerd-config FILE. Known addresses: {}",
+                    self.settings.display(),
+                    find::known()
+                )),
+                false => Ok(()),
+            };
+        };
+        let is_used = found.pid.is_some() && found.file_of_running().is_none();
+        if is_used || named.exists() {
+            return Ok(());
+        }
+        refuse(format!(
+            "--containerd-config: {} does not exist, and no running containerd uses it: correct \
+             the path, or create the file",
+            named.display()
+        ))
     }
 }
 
@@ -178,6 +220,8 @@ impl Enablement {
         options.extend(self.offline.then(|| "--offline".to_owned()));
         options.extend((self.handler != HANDLER).then(|| format!("--handler {}", self.handler)));
         options.extend(self.options_of.iter().map(|base| format!("--options-of {base}")));
+        let address = self.change.containerd_address.iter();
+        options.extend(address.map(|path| format!("--containerd-address {}", path.display())));
         options
     }
 }
@@ -186,8 +230,12 @@ impl Enablement {
 struct EnablePlan {
     handler: HandlerPlan,
     changes: Changes,
-    /// The number of changes of the sandboxer's own settings, which are first.
-    adopted: usize,
+    /// The number of changes of files that containerd does not read, which are first.
+    own: usize,
+    /// Whether the sandboxer's settings change.
+    adopted: bool,
+    /// Whether the order of the units changes.
+    ordered: bool,
     /// The handlers that containerd loses.
     lost: Vec<String>,
     /// Lines that the operator should see before the changes.
@@ -198,17 +246,28 @@ impl EnablePlan {
     fn new(wanted: &Enablement, node: &NodeState) -> Result<Self, EnableError> {
         let (path, old) = (&node.drop_in.path, node.drop_in.text.as_deref());
         node.containerd.has_imports(path)?;
+        node.drop_in.has_only(&wanted.handler)?;
         let merged = node.merged.clone()?;
-        let handler = HandlerPlan::new(wanted, merged.clone(), old)?;
-        let mut changes = adopt_settings(wanted, &node.main, &merged, &handler.settings)?;
-        let adopted = changes.len();
+        if let Some(finding) = disabled(&merged).first() {
+            return refuse(format!("containerd: {}: {}", finding.fact, finding.advice));
+        }
+        let handler = HandlerPlan::new(wanted, merged, old)?;
+        let mut changes = Changes::default();
+        adopt_settings(wanted, node, &handler, &mut changes)?;
+        let adopted = !changes.is_empty();
+        // Without its process, the unit is unknown.
+        let ordered = node.containerd.pid.is_some()
+            && ordering::order(Some(&node.containerd.unit), &mut changes)?;
+        let own = changes.len();
         if let Some(other) = node.drop_in.state.as_ref().filter(|_| !node.drop_in.is_ours()) {
             changes.add(FileChange::copy(path.with_added_extension(BACKUP), other)?);
         }
         changes.directory(directory_of(path));
         let text = handler.drop_in(wanted, &node.main)?;
         changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
-        node.main.import(path, handler.new_file_version(), &mut changes)?;
+        let address = &wanted.change.subject.config.containerd_address;
+        let generated = find::generated(address, &node.containerd.file, &node.containerd.unit);
+        node.main.import(path, handler.new_file_version(), generated, &mut changes)?;
         let undone = old.map(|old| drop_in::undone(old, &wanted.options()));
         let notes = undone.into_iter().flatten().chain(node.main.managed(path)).collect();
         let mut lost = node.drop_in.handlers();
@@ -216,7 +275,7 @@ impl EnablePlan {
             lost.extend(node.stale(&wanted.change.subject.config).unwrap_or_default());
         }
         lost.retain(|name| *name != wanted.handler);
-        Ok(Self { handler, changes, adopted, lost, notes })
+        Ok(Self { handler, changes, own, adopted, ordered, lost, notes })
     }
 }
 
@@ -225,10 +284,13 @@ impl EnablePlan {
 /// # Errors
 /// Nothing has changed, unless the error says so.
 pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError> {
+    // What an earlier command has found may have changed since.
+    let own = OwnSettings::read(&wanted.change.settings, &wanted.change.subject.config.socket)?;
+    let wanted = &Enablement { change: wanted.change.located(&own.config)?, ..wanted.clone() };
     let (change, config) = (&wanted.change, &wanted.change.subject.config);
-    let (_lock, node) = change.begin().await?;
+    let (_lock, node) = change.begin(true).await?;
     let plan = EnablePlan::new(wanted, &node)?;
-    keep_handlers_in_use(config, &plan.lost).await?;
+    pods::keep_handlers_in_use(config, &plan.lost).await?;
     plan.notes.iter().cloned().for_each(&mut *say);
     let changes = &plan.changes;
     if change.dry_run {
@@ -238,15 +300,18 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
     }
     let (has_unread, edited) = node.unread(node.drop_in.is_ours())?;
     // containerd does not read the sandboxer's settings.
-    let is_loaded = changes.len() == plan.adopted
+    let is_loaded = changes.len() == plan.own
         && !has_unread
         && node.loaded.as_ref().is_some_and(|loaded| loaded.contains(&wanted.handler));
+    let without_daemon = pods::answering_daemon(config).await.err();
+    if let (Some(reason), true) = (&without_daemon, change.restart.is_some()) {
+        return refuse(format!(
+            "{reason}; without the daemon no pod of runtime handler {} starts, and a containerd \
+             that starts without it reports pods that it has as NotReady",
+            wanted.handler
+        ));
+    }
     if change.restart.is_some() && !is_loaded {
-        if let (true, Err(reason)) = (wanted.default, pods::answering_daemon(config).await) {
-            return refuse(format!(
-                "{reason}; with --default no pod of this node starts without the daemon"
-            ));
-        }
         node.no_edits(&edited)?;
     }
     if wanted.offline {
@@ -261,8 +326,11 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
     if changes.is_empty() {
         say(NO_CHANGES.to_owned());
     }
-    let has_adopted = plan.adopted > 0 && restart_daemon(change, changes, say).await?;
-    if let Err(reason) = pods::answering_daemon(config).await {
+    if plan.ordered {
+        restart::reload_units(change.within, say).await;
+    }
+    let has_adopted = plan.adopted && restart_daemon(change, changes, say).await?;
+    if let Some(reason) = without_daemon {
         say(format!("{reason}; pods of runtime handler {} need the daemon", wanted.handler));
     }
     if is_loaded {
@@ -277,55 +345,29 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
     }
 }
 
-/// Fails if a pod needs one of the handlers that containerd loses.
-async fn keep_handlers_in_use(config: &config::Config, lost: &[String]) -> Result<(), EnableError> {
-    let cri = CriClient::new(&config.containerd_address);
-    for name in lost {
-        let left = pods::of_cri(&cri, name).await?;
-        if left.is_empty() {
-            continue;
-        }
-        let ours = pods::of_daemon(config).await?;
-        // Only the file that defines a handler restores it.
-        let way = if left.keys().all(|id| ours.contains_key(id)) {
-            format!("keep the handler with --handler {name}")
-        } else {
-            "restore the config file that defines it".to_owned()
-        };
-        return refuse(format!(
-            "this change removes runtime handler {name}, which is used by {}: remove these pods, \
-             or {way}",
-            pods::shown(&left)
-        ));
-    }
-    Ok(())
-}
-
-/// The changes of the sandboxer's own settings.
+/// Adds the change of the sandboxer's settings that must equal containerd's.
 fn adopt_settings(
     wanted: &Enablement,
-    main: &MainConfig,
-    merged: &Table,
-    handler: &Table,
-) -> Result<Changes, EnableError> {
-    let mut changes = Changes::default();
-    let path = &wanted.change.settings;
-    let state = FileState::read(path)?;
-    let old = state.map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
-    let old = old.unwrap_or_default();
-    let new = settings::adopt(&old, &wanted.change.subject.config, merged, handler)
-        .map_err(|reason| format!("{} {reason}", path.display()))?;
-    if new != old {
-        config::Config::parse(path, &new, &config::Flags::default()).map_err(|e| {
-            format!("cannot copy a setting of containerd: correct it in containerd's config: {e}")
-        })?;
-        check_trusted(path)?;
-        changes.directory(directory_of(path));
-        let change = FileChange::new(path.clone(), Some(new.into_bytes()))?;
-        // An adopted value may be secret, such as a variable of shims.
-        changes.add(main.keep_private(change));
+    node: &NodeState,
+    handler: &HandlerPlan,
+    changes: &mut Changes,
+) -> Result<(), EnableError> {
+    let (change, config) = (&wanted.change, &wanted.change.subject.config);
+    let path = config::adopted_file(&change.settings);
+    // The options of a containerd that does not run are unknown: what its process has shown stays.
+    if node.containerd.pid.is_none() && path.exists() {
+        return Ok(());
     }
-    Ok(changes)
+    let own = OwnSettings::read(&change.settings, &config.socket)?;
+    let text = own.adopted(&config.containerd_address, handler.merged(), &handler.settings)?;
+    if text.is_some() {
+        check_trusted(&path)?;
+        changes.directory(directory_of(&path));
+    }
+    let adopted = FileChange::new(path, text.map(String::into_bytes))?;
+    // An adopted value may be secret, such as a variable of shims.
+    changes.add(node.main.keep_private(adopted));
+    Ok(())
 }
 
 async fn import_pause(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError> {
@@ -378,18 +420,8 @@ async fn load(
         say(restart_yourself(&node.containerd));
         return Ok(());
     };
-    let stopped = pods::of_stopped_daemon(config).await;
-    let stopped = stopped.map_err(|step| changes.roll_back(&step.to_string()))?;
-    if !stopped.is_empty() {
-        return Err(changes.roll_back(&format!(
-            "the daemon does not respond and has {}: start it first (see systemctl status \
-             pause-sandboxer), because a containerd that starts without it reports these pods as \
-             NotReady",
-            pods::shown(&stopped)
-        )));
-    }
     // A pod may have arrived meanwhile.
-    let used = keep_handlers_in_use(config, &plan.lost).await;
+    let used = pods::keep_handlers_in_use(config, &plan.lost).await;
     used.map_err(|reason| changes.roll_back(&reason.0))?;
     let handler = &wanted.handler;
     let Err(reason) = restart.load(changes, |loaded| loaded.contains(handler)).await else {
@@ -429,6 +461,7 @@ mod tests {
                     containerd_program: None,
                 },
                 settings: "/nowhere/config.toml".into(),
+                containerd_address: None,
                 dry_run: true,
                 restart: None,
                 within: Duration::from_secs(1),
@@ -438,24 +471,6 @@ mod tests {
             options_of: None,
             default: false,
             offline: false,
-        }
-    }
-
-    /// A daemon does not start with such settings, and its pods then have none.
-    #[test]
-    fn settings_that_the_daemon_refuses_are_not_written() {
-        let dir = tempfile::tempdir().unwrap();
-        let main = MainConfig::read(&dir.path().join("config.toml")).unwrap();
-        let mut wanted = enablement();
-        wanted.change.settings = dir.path().join("own.toml");
-        let merged = |env: &str| -> Table {
-            format!("[plugins.'io.containerd.shim.v1.manager']\nenv = {env}").parse().unwrap()
-        };
-        let adopt = |env: &str| adopt_settings(&wanted, &main, &merged(env), &Table::new());
-        assert_eq!(adopt("['A=1', 'B=1']").unwrap().len(), 1);
-        for env in ["['A=1', 'A=2']", "['NAMESPACE=x']", "['A']"] {
-            let error = adopt(env).unwrap_err().to_string();
-            assert!(error.contains("shim_env"), "{env}: {error}");
         }
     }
 

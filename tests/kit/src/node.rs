@@ -276,18 +276,31 @@ impl Node {
     /// # Errors
     /// It does not come up; the message ends with its last lines.
     pub async fn start_containerd(&self) -> Result<()> {
+        let mut command = self.containerd_command();
+        command.arg("--config").arg(self.layout.containerd_config());
+        self.start_containerd_as(command).await
+    }
+
+    /// The command that runs containerd, without its options.
+    pub fn containerd_command(&self) -> Command {
         let path = std::env::var("PATH").unwrap_or_default();
         // systemd's soft limit of open files is below the hard one, and containerd raises its own.
         let mut command = Command::new("prlimit");
         command
             .arg("--nofile=4096:")
             .arg(self.parts.program("containerd"))
-            .arg("--config")
-            .arg(self.layout.containerd_config())
             // Its shim, and runc, which may live in /usr/sbin.
             .env("PATH", format!("{}:{path}:/usr/sbin:/sbin", self.parts.bin().display()))
             // Another one in each containerd.
             .env("KIT_OF_CONTAINERD", format!("{:?}", SystemTime::now()));
+        command
+    }
+
+    /// Starts containerd by a command of the caller's, such as one with other options.
+    ///
+    /// # Errors
+    /// It does not come up; the message ends with its last lines.
+    pub async fn start_containerd_as(&self, command: Command) -> Result<()> {
         {
             let mut slot = lock(&self.containerd);
             ensure!(slot.is_none(), "containerd is running");

@@ -186,7 +186,7 @@ fn config_findings(table: &Table, config: &Config) -> Vec<Finding> {
 }
 
 /// CRI must not be disabled, as the config of some distributions has it.
-fn disabled(table: &Table) -> Vec<Finding> {
+pub(crate) fn disabled(table: &Table) -> Vec<Finding> {
     let names = table
         .get("disabled_plugins")
         .and_then(Value::as_array)

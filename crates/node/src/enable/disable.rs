@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use base::config::Config;
+use base::config::{Config, adopted_file};
 use base::error::StepError;
 use containerd_api::cri::CriClient;
 use toml::{Table, Value};
@@ -13,7 +13,8 @@ use super::drop_in::default_of;
 use super::main_config::BACKUP;
 use super::node_state::{NodeState, loaded_handlers};
 use super::pods::{self, Pods};
-use super::{EnableError, NO_CHANGES, NodeChange, Say, plan, refuse, restart_yourself};
+use super::{EnableError, HANDLER, NO_CHANGES, NodeChange, Say};
+use super::{ordering, plan, refuse, restart, restart_yourself};
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
 use crate::check::containerd::{NodeContainerd, enabled};
@@ -34,6 +35,8 @@ pub struct Disablement {
 /// The changes that `disable` makes, decided from what was read.
 pub(super) struct Removal {
     pub(super) changes: Changes,
+    /// The number of changes of files that containerd does not read, which are last.
+    own: usize,
     /// The runtime handlers of the drop-in, and those of this sandboxer in other files.
     pub(super) handlers: Vec<String>,
     /// Those that containerd has loaded, and that its files no longer have; `None` if it does not
@@ -49,9 +52,10 @@ impl Removal {
     /// Decides what to remove.
     ///
     /// # Errors
-    /// A file cannot be read.
-    pub(super) fn new(node: &NodeState, config: &Config) -> Result<Self, EnableError> {
-        let drop_in = &node.drop_in;
+    /// A file cannot be read, or has handlers of others.
+    pub(super) fn new(node: &NodeState, change: &NodeChange) -> Result<Self, EnableError> {
+        let (drop_in, config) = (&node.drop_in, &change.subject.config);
+        drop_in.has_only(HANDLER)?;
         let mut changes = Changes::default();
         // containerd's own file first: without the import the drop-in has no effect.
         node.main.undo_import(&drop_in.path, &mut changes)?;
@@ -62,6 +66,10 @@ impl Removal {
             }
             changes.add(FileChange::new(drop_in.path.clone(), None)?);
         }
+        let of_containerd = changes.len();
+        changes.add(FileChange::new(adopted_file(&change.settings), None)?);
+        ordering::order(None, &mut changes)?;
+        let own = changes.len() - of_containerd;
         let mut handlers = drop_in.handlers();
         let merged = node.merged.iter().flat_map(|merged| merged_config::ours(merged, config));
         handlers.extend(merged.map(|(name, _)| name));
@@ -70,7 +78,7 @@ impl Removal {
         let text = drop_in.text.as_deref().unwrap_or_default();
         let options = enabled::options(text).unwrap_or_default();
         let default = default_of(text);
-        Ok(Self { changes, handlers, stale: node.stale(config), default, options })
+        Ok(Self { changes, own, handlers, stale: node.stale(config), default, options })
     }
 
     /// The runtime handlers that containerd will not have after a restart.
@@ -91,6 +99,11 @@ impl Removal {
     /// Whether containerd may have handlers that no file gives back.
     fn has_stale(&self) -> bool {
         self.stale.as_ref().is_none_or(|stale| !stale.is_empty())
+    }
+
+    /// Whether files change that containerd reads.
+    pub(super) fn changes_containerd(&self) -> bool {
+        self.changes.len() > self.own
     }
 
     /// Whether no file needs a change.
@@ -126,16 +139,18 @@ impl Removal {
 /// Pods need the handler, or another file does; or a step failed. Nothing has changed then, unless
 /// the error says so.
 pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableError> {
+    let change = wanted.change.located(&wanted.change.subject.config)?;
+    let wanted = &Disablement { change, ..wanted.clone() };
     let (change, config) = (&wanted.change, &wanted.change.subject.config);
-    let (_lock, mut node) = change.begin().await?;
+    let (_lock, mut node) = change.begin(false).await?;
     let removal = loop {
         // A config that containerd does not load is no obstacle: this may be what corrects it.
-        let removal = Removal::new(&node, config)?;
+        let removal = Removal::new(&node, change)?;
         if change.dry_run {
             say(removal.shown(&node));
             return Ok(());
         }
-        if change.restart.is_some() && !removal.changes.is_empty() {
+        if change.restart.is_some() && removal.changes_containerd() {
             node.only_own_changes()?;
         }
         let has_waited = (!removal.is_done() || removal.may_be_loaded(&node))
@@ -171,7 +186,12 @@ pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableErr
         removal.changes.undo().map_err(|steps| steps.to_string())?;
     };
     removal.changes.paths().for_each(|path| say(format!("removed or restored {}", path.display())));
-    unload(wanted, &node, &removal, say).await
+    if removal.own > 0 {
+        restart::reload_units(change.within, say).await;
+    }
+    unload(wanted, &node, &removal, say).await?;
+    ordering::remove_directories();
+    Ok(())
 }
 
 /// Fails unless containerd's merged config has all other handlers, and none of this sandboxer.
@@ -372,7 +392,7 @@ async fn unload(
     let lost = removal.lost();
     let has_unread = node.containerd.has_unread_files();
     let is_loaded = lost.iter().any(|handler| known.contains(handler))
-        || !changes.is_empty()
+        || removal.changes_containerd()
         // A containerd that does not say which handlers it has may have them.
         || removal.stale.is_none() && has_unread;
     if !is_loaded {
@@ -386,7 +406,7 @@ async fn unload(
         say(restart_yourself(&node.containerd));
         return Ok(());
     };
-    if changes.is_empty() {
+    if !removal.changes_containerd() {
         // With changes this was checked before they were made.
         node.only_own_changes()?;
     }
@@ -411,7 +431,7 @@ async fn unload(
 
 /// The pods that came before the restart, by which containerd has lost the handler that they need.
 async fn late_pods(wanted: &Disablement, removal: &Removal) -> Option<String> {
-    if removal.changes.is_empty() && !removal.has_stale() {
+    if !removal.changes_containerd() && !removal.has_stale() {
         // containerd no longer had the handler.
         return None;
     }

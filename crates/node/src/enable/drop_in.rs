@@ -6,8 +6,8 @@ use base::error::StepError;
 
 use toml::{Table, Value};
 
-use super::Enablement;
 use super::changes::FileState;
+use super::{EnableError, Enablement, HANDLER, refuse};
 use crate::check::containerd::{CRI_OF_2, IMAGES, RUNTIME, enabled, runtime_table};
 use crate::oci_image;
 
@@ -45,6 +45,27 @@ impl DropIn {
     /// Whether `enable` has written it.
     pub(super) fn is_ours(&self) -> bool {
         self.text.as_deref().is_some_and(|text| text.starts_with(enabled::MARK))
+    }
+
+    /// Fails if it has runtime handlers beside that of `enable` or of the packaged file, and beside
+    /// `kept`: its removal or replacement would remove them.
+    ///
+    /// # Errors
+    /// The handlers.
+    pub(super) fn has_only(&self, kept: &str) -> Result<(), EnableError> {
+        let options = self.text.as_deref().and_then(enabled::options).unwrap_or_default();
+        let named = options.iter().find_map(|option| option.strip_prefix("--handler "));
+        let mut added = self.handlers();
+        added.retain(|name| name != kept && name != named.unwrap_or(HANDLER));
+        if added.is_empty() {
+            return Ok(());
+        }
+        refuse(format!(
+            "{} also defines runtime handler {}, which this command would remove: move it to \
+             another file of containerd's config first",
+            self.path.display(),
+            added.join(", ")
+        ))
     }
 
     /// The runtime handlers that it defines.

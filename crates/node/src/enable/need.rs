@@ -8,7 +8,7 @@ use base::config::Config;
 use super::disable::{BlockingPods, Removal};
 use super::node_state::{NodeState, shown};
 use super::pods::{self, Pods};
-use super::{EnableError, must_be_root, refuse};
+use super::{EnableError, NodeChange, must_be_root, refuse};
 use crate::check::Subject;
 use crate::check::containerd::{self as merged_config, NodeContainerd};
 
@@ -47,15 +47,18 @@ impl fmt::Display for Need {
 ///
 /// # Errors
 /// It is unknown: the pods, or containerd's config, cannot be read.
-pub async fn need(subject: &Subject) -> Result<Need, EnableError> {
+pub async fn need(change: &NodeChange) -> Result<Need, EnableError> {
     must_be_root()?;
+    // A node with several containerds that no setting names has no handler of `enable`.
+    let change = &change.located(&change.subject.config).unwrap_or_else(|_| change.clone());
+    let subject = &change.subject;
     let containerd = NodeContainerd::find(subject);
     if !containerd.is_installed() {
         let pods = pods::of_daemon(&subject.config).await?;
         return Ok(Need { pods, ..Need::default() });
     }
     let node = NodeState::read(subject).await?;
-    let removal = Removal::new(&node, &subject.config)?;
+    let removal = Removal::new(&node, change)?;
     let BlockingPods { pods, unknown, .. } = BlockingPods::find(subject, &removal, false).await?;
     if let Some(reason) = unknown {
         return refuse(format!(
@@ -100,7 +103,7 @@ fn unread(node: &NodeState, removal: &Removal) -> Option<String> {
     let files = node.containerd.unread_files();
     let fact = if !stale.is_empty() {
         format!("containerd has runtime handlers that its config no longer defines: {stale:?}")
-    } else if !removal.changes.is_empty() && !files.is_empty() {
+    } else if removal.changes_containerd() && !files.is_empty() {
         format!("containerd was started before {} was written", shown(&files, " and "))
     } else {
         return None;

@@ -104,6 +104,11 @@ impl HandlerPlan {
         Ok(Self { sandboxer, base, settings, before, replaced })
     }
 
+    /// containerd's merged config before the change.
+    pub(super) fn merged(&self) -> &Table {
+        &self.before
+    }
+
     /// The drop-in.
     ///
     /// # Errors

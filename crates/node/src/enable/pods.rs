@@ -8,6 +8,7 @@ use base::config::Config;
 use base::error::{IoContext as _, StepError};
 use containerd_api::cri::CriClient;
 
+use super::{EnableError, refuse};
 use crate::client::{Client, ClientError, Sandbox};
 
 /// Most pods that a message names.
@@ -57,14 +58,6 @@ pub(super) async fn of_daemon(config: &Config) -> Result<Pods, StepError> {
     }
 }
 
-/// The recorded sandboxes of a daemon that does not answer; none if it answers.
-///
-/// # Errors
-/// The records cannot be read.
-pub(super) async fn of_stopped_daemon(config: &Config) -> Result<Pods, StepError> {
-    if listed(config).await.is_ok() { Ok(Pods::new()) } else { recorded(config) }
-}
-
 fn name_of(sandbox: &Sandbox) -> String {
     if sandbox.pod.is_empty() {
         return "a sandbox without a pod".to_owned();
@@ -106,6 +99,36 @@ fn entries(directory: &Path, step: &'static str) -> Result<Vec<PathBuf>, StepErr
     entries.map(|entry| Ok(entry.step_at(step, directory)?.path())).collect()
 }
 
+/// Fails if a pod needs one of the handlers that containerd loses.
+///
+/// # Errors
+/// The pods, and what keeps their handler.
+pub(super) async fn keep_handlers_in_use(
+    config: &Config,
+    lost: &[String],
+) -> Result<(), EnableError> {
+    let cri = CriClient::new(&config.containerd_address);
+    for name in lost {
+        let left = of_cri(&cri, name).await?;
+        if left.is_empty() {
+            continue;
+        }
+        let ours = of_daemon(config).await?;
+        // Only the file that defines a handler restores it.
+        let way = if left.keys().all(|id| ours.contains_key(id)) {
+            format!("keep the handler with --handler {name}")
+        } else {
+            "restore the config file that defines it".to_owned()
+        };
+        return refuse(format!(
+            "this change removes runtime handler {name}, which is used by {}: remove these pods, \
+             or {way}",
+            shown(&left)
+        ));
+    }
+    Ok(())
+}
+
 /// The pods as words: how many, and the names of some.
 pub(super) fn shown(pods: &Pods) -> String {
     let named = pods.iter().take(NAMED).map(|(id, name)| {
@@ -136,7 +159,6 @@ mod tests {
         let mut pods = of_daemon(&config).await.unwrap();
         pods.retain(|id, _| !before.contains_key(id));
         assert_eq!(shown(&pods), "1 pod: a sandbox whose daemon does not answer (0123456789abc)");
-        assert!(of_stopped_daemon(&config).await.unwrap().contains_key("0123456789abcdef"));
         // The directory of a daemon with other settings, which its note names without a newline.
         std::fs::create_dir_all(dir.path().join("other/sandboxes/fedc")).unwrap();
         let other = dir.path().join("other");

@@ -6,9 +6,9 @@ use std::time::Duration;
 use tokio::process::Command;
 use tokio::time::Instant;
 
-use super::EnableError;
 use super::changes::Changes;
 use super::node_state::loaded_handlers;
+use super::{EnableError, Say};
 use crate::check::Subject;
 use crate::check::containerd::NodeContainerd;
 use crate::shell_command;
@@ -138,6 +138,17 @@ impl Restart<'_> {
             Ok(()) => format!("; containerd serves CRI with {files}"),
             Err(reason) => format!("; but containerd does not serve CRI with {files}: {reason}"),
         })
+    }
+}
+
+/// Lets systemd read its units again, if it runs.
+pub(super) async fn reload_units(within: Duration, say: Say<'_>) {
+    if !systemd_runs() {
+        return;
+    }
+    // systemd reads them at the next boot too, for which they are.
+    if let Err(reason) = shell_command::run("systemctl daemon-reload", within).await {
+        say(format!("systemd has not read the changed units: {reason}"));
     }
 }
 

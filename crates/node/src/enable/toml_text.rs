@@ -1,4 +1,4 @@
-//! Changes of single keys in the text of a TOML file: every other byte stays as it is.
+//! The import that is added to the text of a TOML file: every other byte stays as it is.
 
 use toml::de::DeTable;
 
@@ -6,18 +6,6 @@ use toml::de::DeTable;
 fn place(text: &str, key: &str) -> Result<Option<std::ops::Range<usize>>, String> {
     let table = DeTable::parse(text).map_err(|e| format!("is not TOML: {}", e.message()))?;
     Ok(table.get_ref().get(key).map(toml::Spanned::span))
-}
-
-/// The text with `key = value` in the root table, in place of the key's value if there is one.
-/// `value` is TOML.
-///
-/// # Errors
-/// The text is not TOML.
-pub(super) fn set(text: &str, key: &str, value: &str) -> Result<String, String> {
-    Ok(match place(text, key)? {
-        Some(place) => format!("{}{value}{}", &text[..place.start], &text[place.end..]),
-        None => prepended(text, &format!("{key} = {value}")),
-    })
 }
 
 /// The text whose list `imports` of the root table begins with `import`.
@@ -56,10 +44,7 @@ mod tests {
             add_import(text, "/c.d/*.toml").unwrap(),
             format!("imports = [\"/c.d/*.toml\"]\r\n{text}")
         );
-        assert_eq!(set(text, "version", "3").unwrap(), text.replace("= 2", "= 3"));
-        assert_eq!(set("[t]\na = 1\n", "a", "2").unwrap(), "a = 2\n[t]\na = 1\n");
-        assert_eq!(set("", "a", "[]").unwrap(), "a = []\n");
-        assert_eq!(set("\u{feff}b = 1", "a", "1").unwrap(), "\u{feff}a = 1\nb = 1");
+        assert_eq!(add_import("\u{feff}b = 1", "x").unwrap(), "\u{feff}imports = [\"x\"]\nb = 1");
     }
 
     #[test]

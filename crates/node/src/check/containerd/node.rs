@@ -131,9 +131,10 @@ impl NodeContainerd {
     /// Fails unless the program is a containerd that supports external sandboxers.
     ///
     /// # Errors
-    /// The version, or why the program is no containerd.
+    /// The version and the remedy, or why the program is no containerd.
     pub(crate) async fn supported(&self) -> Result<(), String> {
         let (finding, supported) = super::examine_program(&self.program).await;
-        if supported { Ok(()) } else { Err(format!("containerd: {}", finding.fact)) }
+        let why = [finding.fact, finding.advice].join("; ");
+        if supported { Ok(()) } else { Err(format!("containerd: {why}")) }
     }
 }
