@@ -138,6 +138,41 @@ fn a_removal_is_refused_where_new_pods_need_it_or_that_is_unknown() {
     }
 }
 
+/// The shim's page is written by hand, as the shim has no parser that could print it.
+#[test]
+fn the_page_of_the_shim_has_every_option_of_its_help() {
+    let source = file("runc-shim/src/arguments.rs");
+    let help = source.split("const USAGE").nth(1).unwrap().split("\";").next().unwrap();
+    let page = file("packaging/debian/pause-sandboxer-runc-shim.8").replace("\\-", "-");
+    let words = help.split(|c: char| c.is_whitespace() || "[],".contains(c));
+    let options: Vec<&str> = words.filter(|word| word.starts_with('-')).collect();
+    assert!(options.len() > 5, "{options:?}");
+    for option in options.iter().chain(&["delete"]) {
+        assert!(page.contains(&format!("\\fB{option}\\fR")), "{option}");
+    }
+}
+
+/// deb-changelog(5): a heading, changes, and a trailer with the maintainer and the date.
+#[test]
+fn the_changelog_has_the_format_of_debian() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/debian/changelog");
+    let mut command = Command::new(script);
+    command.args(["A Name <a@example.org>", "3"]).env("SOURCE_DATE_EPOCH", "86400");
+    let text = String::from_utf8(command.output().unwrap().stdout).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    let [heading, "", change, "", trailer] = lines[..] else { panic!("{text}") };
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(heading, format!("pause-sandboxer ({version}-3) unstable; urgency=medium"));
+    assert!(change.starts_with("  * ") && change.len() <= 80, "{change}");
+    assert_eq!(trailer, " -- A Name <a@example.org>  Fri, 02 Jan 1970 00:00:00 +0000");
+    let manifest: Table = toml::from_str(&file("Cargo.toml")).unwrap();
+    let deb = &manifest["package"]["metadata"]["deb"];
+    assert_eq!(deb["changelog"].as_str(), Some("target/package/changelog"));
+    // As lintian has it: `localhost` is no domain.
+    let host = deb["maintainer"].as_str().unwrap().rsplit('@').next().unwrap();
+    assert!(host.trim_end_matches('>').contains('.'), "{host}");
+}
+
 /// Other packages print more of what matters.
 #[test]
 fn a_first_installation_says_what_is_next_in_one_line() {
