@@ -5,8 +5,6 @@ use std::process::Command;
 
 use toml::{Table, Value};
 
-use super::file;
-
 const DROP_IN: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
 
@@ -89,29 +87,4 @@ fn into_a_config_of_version_2_with_handlers_it_would_hide_them() {
         .iter()
         .any(|begin| version.split(' ').nth(2).unwrap().trim_start_matches('v').starts_with(begin));
     assert_eq!(hidden, old, "{version}");
-}
-
-/// containerd does not start without a file that its config imports by name.
-#[test]
-fn a_purge_keeps_a_drop_in_that_is_imported_by_name() {
-    let root = tempfile::tempdir().unwrap();
-    let etc = root.path().join("etc/containerd");
-    let drop_in = etc.join("conf.d/pause-sandboxer.toml");
-    fs::create_dir_all(drop_in.parent().unwrap()).unwrap();
-    let script = file("packaging/debian/scripts/postrm")
-        .replace("/run/", &format!("{}/run/", root.path().display()))
-        .replace("/etc/", &format!("{}/etc/", root.path().display()))
-        .replace("/usr/bin/deb-systemd-helper", "/nowhere");
-    for (import, is_kept) in [
-        ("'conf.d/pause-sandboxer.toml'", true),
-        ("\"/etc/containerd/conf.d/pause-sandboxer.toml\"", true),
-        ("'conf.d/other-pause-sandboxer.toml'", false),
-    ] {
-        fs::write(&drop_in, "# Written by `pause-sandboxer enable`; a drop-in.\n").unwrap();
-        let imports = format!("# 'pause-sandboxer.toml'\nimports = [{import}]\n");
-        fs::write(etc.join("config.toml"), imports).unwrap();
-        let output = Command::new("sh").args(["-c", &script, "postrm", "purge"]).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        assert_eq!(drop_in.exists(), is_kept, "{import}");
-    }
 }

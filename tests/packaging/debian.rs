@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use clap::CommandFactory as _;
 use pause_sandboxer::shim::own;
@@ -11,6 +11,7 @@ use toml::Table;
 use super::file;
 
 mod other_installation;
+mod removal;
 mod state_dir;
 
 #[path = "../../examples/package-files.rs"]
@@ -98,44 +99,6 @@ fn manual_pages_and_completions_have_every_command_and_option() {
         }
     }
     assert!(seen > 80, "only {seen} options were seen");
-}
-
-/// The first line of the drop-in that `enable` writes.
-const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
-
-/// The script before a removal, on a node below `root` whose `pause-sandboxer disable --check` does
-/// what the shell makes of `answer`.
-fn removal(root: &Path, answer: &str) -> Output {
-    let sandboxer = root.join("pause-sandboxer");
-    let stub = format!("#!/bin/sh\n[ \"$*\" = 'disable --check' ] || exit 9\n{answer}\n");
-    kit::write_program(&sandboxer, stub.as_bytes()).unwrap();
-    let root = root.display();
-    let script = file("packaging/debian/scripts/prerm").replace("/run/", &format!("{root}/run/"));
-    let path = format!("{root}:/usr/bin:/bin");
-    Command::new("sh").args(["-c", &script, "prerm", "remove"]).env("PATH", path).output().unwrap()
-}
-
-/// The program decides what needs the sandboxer, and a program that fails gives no answer.
-#[test]
-fn a_removal_is_refused_where_new_pods_need_it_or_that_is_unknown() {
-    let root = tempfile::tempdir().unwrap();
-    for (answer, said) in [
-        ("echo 'default: runc-pause'; exit 75", "new pods may need the sandboxer:\n    default: "),
-        ("echo 'default: a'; echo 'pod: b'; exit 75", "    default: a\n    pod: b\n"),
-        ("echo 'unread: x'; echo 'config: y'", "    unread: x\n    config: y\n"),
-        ("echo 'read records: EIO' >&2; exit 1", "(exit status 1):\n    read records: EIO\n"),
-        ("exit 127", "it is unknown what needs the sandboxer (exit status 127)"),
-    ] {
-        let output = removal(root.path(), answer);
-        let text = String::from_utf8(output.stdout).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{text}");
-        assert!(text.contains(said) && text.contains("not removed"), "{text}");
-        assert!(text.contains("pause-sandboxer disable --restart"), "{text}");
-    }
-    for answer in ["exit 0", "echo 'config: runtime handler runc-pause'"] {
-        let output = removal(root.path(), answer);
-        assert!(output.status.success() && output.stdout.is_empty(), "{answer}: {output:?}");
-    }
 }
 
 /// The shim's page is written by hand, as the shim has no parser that could print it.
@@ -241,102 +204,6 @@ fn an_installation_warns_of_files_that_take_precedence() {
         assert!(said.contains("systemctl reenable pause-sandboxer.socket"), "{path}: {said}");
     }
     assert_eq!(installed(scripts[0].0, &["abort-remove"]).matches("warning").count(), 0);
-}
-
-#[test]
-fn a_removal_names_the_pods_that_are_left() {
-    let root = tempfile::tempdir().unwrap();
-    let answer = "echo 'pod: default/web (abc)'; echo 'pod: a sandbox (def)'; exit 75";
-    let output = removal(root.path(), answer);
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{said}");
-    let left = "still have a sandbox of this daemon:\n    default/web (abc)\n    a sandbox (def)\n";
-    assert!(said.contains(left), "{said}");
-}
-
-/// Sockets, lock and mark are of no use without the daemon; records are, to the next one.
-#[test]
-fn a_removal_deletes_the_run_directory_unless_pods_have_records() {
-    if kit::skip_without_root() {
-        return;
-    }
-    let root = tempfile::tempdir().unwrap();
-    let run = root.path().join("run/pause-sandboxer");
-    let script = file("packaging/debian/scripts/postrm")
-        .replace("/run/", &format!("{}/run/", root.path().display()))
-        .replace("/usr/bin/deb-systemd-helper", "/nowhere");
-    for (word, record, left) in [
-        ("remove", true, true),
-        ("upgrade", false, true),
-        ("remove", false, false),
-        ("purge", false, false),
-    ] {
-        let sandboxes = run.join("sandboxes");
-        let _ = fs::remove_dir_all(&run);
-        fs::create_dir_all(if record { sandboxes.join("abc") } else { sandboxes }).unwrap();
-        fs::write(run.join("lock"), "1").unwrap();
-        let output = Command::new("sh").args(["-c", &script, "postrm", word]).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        assert_eq!(run.exists(), left, "{word}");
-    }
-    // A daemon that was killed leaves the directory of its records mounted.
-    fs::create_dir_all(run.join("sandboxes")).unwrap();
-    let mounted = format!(
-        "mount -t tmpfs x '{}' && sh -c \"$1\" postrm remove",
-        run.join("sandboxes").display()
-    );
-    let mut command = Command::new("unshare");
-    let output = command.args(["--mount", "sh", "-c", &mounted, "sh", &script]).output().unwrap();
-    assert!(output.status.success() && !run.exists(), "{output:?}");
-}
-
-/// An operator's own file of that name stays.
-#[test]
-fn a_purge_deletes_the_drop_in_that_enable_has_written() {
-    let root = tempfile::tempdir().unwrap();
-    let place = |path: &str| format!("{}{path}", root.path().display());
-    let script = file("packaging/debian/scripts/postrm")
-        .replace("/run/", &place("/run/"))
-        .replace("/etc/", &place("/etc/"))
-        .replace("/usr/bin/deb-systemd-helper", "/nowhere");
-    let record = root.path().join("run/pause-sandboxer/sandboxes/abc");
-    fs::create_dir_all(root.path().join("etc/containerd/conf.d")).unwrap();
-    fs::create_dir(root.path().join("drop-ins")).unwrap();
-    let imports = format!("imports = [\"{}\"]\n", place("/drop-ins/*.toml"));
-    fs::write(root.path().join("etc/containerd/config.toml"), imports).unwrap();
-    for (path, word, text, has_record, left) in [
-        ("etc/containerd/conf.d", "remove", MARK, false, true),
-        ("etc/containerd/conf.d", "purge", "# My own.\n", false, true),
-        // Pods need the handler.
-        ("etc/containerd/conf.d", "purge", MARK, true, true),
-        ("etc/containerd/conf.d", "purge", MARK, false, false),
-        ("drop-ins", "purge", "# My own.\n", false, true),
-        ("drop-ins", "purge", MARK, true, true),
-        ("drop-ins", "purge", MARK, false, false),
-    ] {
-        let drop_in = root.path().join(path).join("pause-sandboxer.toml");
-        fs::write(&drop_in, text).unwrap();
-        let _ = fs::remove_dir_all(root.path().join("run"));
-        if has_record {
-            fs::create_dir_all(&record).unwrap();
-        }
-        let output = Command::new("sh").args(["-c", &script, "postrm", word]).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        assert_eq!(drop_in.exists(), left, "{word} {text}");
-    }
-}
-
-/// The documented command must work with pods of DaemonSets, as there are on every node that
-/// has the installer, and with pods that have volumes of the type emptyDir.
-#[test]
-fn the_documented_drain_works_with_daemonsets_and_volumes() {
-    let options = " --ignore-daemonsets --delete-emptydir-data NODE";
-    for page in ["docs/install.md", "docs/kubernetes.md", "packaging/debian/scripts/prerm"] {
-        let text = file(page);
-        let drains: Vec<&str> = text.split("kubectl drain").skip(1).collect();
-        assert!(!drains.is_empty(), "{page}");
-        assert!(drains.iter().all(|rest| rest.starts_with(options)), "{page}: {drains:?}");
-    }
 }
 
 /// The units are found where the package puts the program.
