@@ -14,6 +14,7 @@ mod kubernetes;
 mod prometheus;
 mod release;
 mod rollout;
+mod workflows;
 
 /// The text of a file of the repository.
 fn file(path: &str) -> String {
