@@ -191,7 +191,8 @@ releases: ## the short suite with other releases of containerd; needs root and G
 prepare: ## fetch and build what `check`, `conformance` and `test-node` need; needs root and Go
 	tests/kit/fetch-conformance $(CRI_TOOLS)
 	tests/vm/build-image
-	$(MAKE) $(DEB) tools
+	$(MAKE) $(DEB) $(RPM) tools
+	packaging/release/programs $$(dpkg --print-architecture)
 
 # CONFORMANCE="2.0.14 debian" runs it on others than the long-term release.
 conformance: ## critest, kubelet's test suite of CRI, with both controllers; needs root and Go
@@ -227,7 +228,7 @@ fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 soak: parts ## random churn for 10 minutes, or SOAK_SECONDS; needs root
 	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
 
-test-deb: $(DEB) ## the Debian package on an emulated node, from installation to removal
+test-deb: $(DEB) $(RPM) ## the packages on an emulated node, from installation to removal
 	tests/deb/run-in-vm
 
 test-vm: parts ## the tests on a Debian node with systemd and cgroup v2; needs root

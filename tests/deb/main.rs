@@ -1,8 +1,8 @@
 //! The Debian package on a node: installed, used, restarted, upgraded, rebooted, removed, with pods
-//! alive all the while.
+//! alive all the while. Then the RPM package: installed, upgraded, removed.
 //!
-//! For a node that may be messed up, with systemd, containerd and dpkg; `tests/deb/run-in-vm` runs
-//! it on the machine of `tests/vm`. What it does and what the node answers is printed as at a
+//! For a node that may be messed up, with systemd, containerd, dpkg and rpm; `tests/deb/run-in-vm`
+//! runs it on the machine of `tests/vm`. What it does and what the node answers is printed as at a
 //! terminal; `pod` calls CRI as kubelet does.
 
 #![allow(
@@ -17,13 +17,10 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kit::Cri;
-use kit::cri::api::{
-    ContainerConfig, ContainerMetadata, ImageSpec, LinuxContainerConfig,
-    LinuxContainerSecurityContext, LinuxPodSandboxConfig, LinuxSandboxSecurityContext,
-    NamespaceMode, NamespaceOption, PodSandboxConfig, PodSandboxFilter, PodSandboxMetadata,
-    PodSandboxState,
-};
+use pods::Pods;
+
+mod pods;
+mod rpm;
 
 const HANDLER: &str = "runc-pause";
 const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
@@ -58,15 +55,15 @@ for what in images containers tasks leases; do ctr -n k8s.io $what ls -q; done
 ctr -n k8s.io snapshots ls | grep Active";
 
 fn main() {
-    match std::env::var("VM_BOOT").as_deref() {
-        Ok("2") => after_the_reboot(),
-        _ => {
-            let packages: Vec<String> = std::env::args().skip(1).collect();
-            let [first, second] = &packages[..] else {
-                panic!("usage: deb FIRST SECOND: the packages before and after the upgrade");
-            };
-            before_the_reboot(first, second);
-        }
+    let packages: Vec<String> = std::env::args().skip(1).collect();
+    let [first, second, first_rpm, second_rpm] = &packages[..] else {
+        panic!("usage: deb DEB DEB RPM RPM: the packages before and after their upgrade");
+    };
+    if std::env::var("VM_BOOT").as_deref() == Ok("2") {
+        after_the_reboot();
+        rpm::comes_and_goes(first_rpm, second_rpm);
+    } else {
+        before_the_reboot(first, second);
     }
 }
 
@@ -110,154 +107,6 @@ fn eventually<T>(what: &str, mut so: impl FnMut() -> Result<T, String>) -> T {
             Err(why) => assert!(begun.elapsed() < SOON, "not in time: {what}: {why}"),
         }
         std::thread::sleep(Duration::from_millis(100));
-    }
-}
-
-/// kubelet's part.
-struct Pods {
-    runtime: tokio::runtime::Runtime,
-    cri: Cri,
-}
-
-fn node_namespaces() -> NamespaceOption {
-    NamespaceOption {
-        network: NamespaceMode::NODE.into(),
-        pid: NamespaceMode::CONTAINER.into(),
-        ..Default::default()
-    }
-}
-
-impl Pods {
-    fn new() -> Self {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .unwrap();
-        Self { runtime, cri: Cri::new("/run/containerd/containerd.sock") }
-    }
-
-    fn config(name: &str) -> PodSandboxConfig {
-        let security = LinuxSandboxSecurityContext {
-            namespace_options: Some(node_namespaces()).into(),
-            ..Default::default()
-        };
-        PodSandboxConfig {
-            metadata: Some(PodSandboxMetadata {
-                name: name.to_owned(),
-                namespace: "default".to_owned(),
-                uid: format!("uid-{name}"),
-                ..Default::default()
-            })
-            .into(),
-            linux: Some(LinuxPodSandboxConfig {
-                cgroup_parent: format!("/kubepods/{name}"),
-                security_context: Some(security).into(),
-                ..Default::default()
-            })
-            .into(),
-            ..Default::default()
-        }
-    }
-
-    fn run(&self, name: &str, handler: &str) -> Result<String, String> {
-        println!("# pod run --handler {handler:?} {name}");
-        let ran = self.runtime.block_on(self.cri.run_pod_sandbox(&Self::config(name), handler));
-        match ran {
-            Ok(id) => {
-                println!("{id}");
-                Ok(id)
-            }
-            Err(e) => {
-                println!("{e}");
-                Err(e.to_string())
-            }
-        }
-    }
-
-    /// A container that does nothing.
-    fn container(&self, pod: &str, id: &str, name: &str) -> String {
-        println!("# pod container {pod} {name}");
-        let security = LinuxContainerSecurityContext {
-            namespace_options: Some(node_namespaces()).into(),
-            ..Default::default()
-        };
-        let config = ContainerConfig {
-            metadata: Some(ContainerMetadata { name: name.to_owned(), ..Default::default() })
-                .into(),
-            image: Some(ImageSpec { image: kit::TEST_IMAGE.to_owned(), ..Default::default() })
-                .into(),
-            // Ends when the node goes down, as kubelet has containers end: a sleep that is process
-            // 1 would hold the reboot up.
-            command: ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 1; done"]
-                .map(str::to_owned)
-                .to_vec(),
-            linux: Some(LinuxContainerConfig {
-                security_context: Some(security).into(),
-                ..Default::default()
-            })
-            .into(),
-            ..Default::default()
-        };
-        let made = self.runtime.block_on(async {
-            let made = self.cri.create_container(id, &config, &Self::config(pod)).await?;
-            self.cri.start_container(&made).await.map(|()| made)
-        });
-        let made = made.unwrap_or_else(|e| panic!("container {name} of {pod}: {e}"));
-        println!("{made}");
-        made
-    }
-
-    fn exec(&self, container: &str, command: &[&str]) -> String {
-        let answer = self.runtime.block_on(self.cri.exec_sync(container, command)).unwrap();
-        String::from_utf8_lossy(&answer.stdout).trim().to_owned()
-    }
-
-    /// Names and states of all pods.
-    fn list(&self) -> Vec<(String, bool)> {
-        println!("# pod list");
-        let all =
-            self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default())).unwrap();
-        let mut all: Vec<_> = all
-            .into_iter()
-            .map(|pod| {
-                let ready = pod.state.enum_value() == Ok(PodSandboxState::SANDBOX_READY);
-                (pod.metadata.unwrap_or_default().name, ready)
-            })
-            .collect();
-        all.sort();
-        for (name, ready) in &all {
-            println!("{name}  {}", if *ready { "Ready" } else { "NotReady" });
-        }
-        all
-    }
-
-    fn ready(&self, name: &str) {
-        eventually(&format!("{name} is ready"), || {
-            let all = self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default()));
-            let all = all.map_err(|e| e.to_string())?;
-            let pod = all.iter().find(|pod| pod.metadata.name == name).ok_or("no such pod")?;
-            (pod.state.enum_value() == Ok(PodSandboxState::SANDBOX_READY))
-                .then_some(())
-                .ok_or_else(|| "not ready".to_owned())
-        });
-    }
-
-    fn remove(&self, name: &str, id: &str) {
-        println!("# pod remove {name}");
-        self.runtime
-            .block_on(async {
-                self.cri.stop_pod_sandbox(id).await?;
-                self.cri.remove_pod_sandbox(id).await
-            })
-            .unwrap_or_else(|e| panic!("remove {name}: {e}"));
-    }
-
-    /// containerd answers.
-    fn up(&self) {
-        eventually("containerd answers", || {
-            self.runtime.block_on(self.cri.version()).map(drop).map_err(|e| e.to_string())
-        });
     }
 }
 
@@ -415,15 +264,18 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     run("pause-sandboxer list");
 
     says("Remove the package with a pod alive, and install it again");
-    let text = run("dpkg -r pause-sandboxer");
-    assert!(
-        text.contains("these pods still have a sandbox of this daemon:\n    default/web ("),
-        "{text}"
-    );
+    let (code, text) = typed("apt-get -qq remove pause-sandboxer");
+    assert_eq!(code, 100, "{text}");
+    assert!(text.contains("\n    pod: default/web ("), "{text}");
     assert!(text.contains("kubectl drain --ignore-daemonsets "), "{text}");
+    assert_eq!(quiet("dpkg-query -W -f '${db:Status-Status}' pause-sandboxer"), "installed");
+    assert_eq!(quiet(&format!("systemctl is-active {SERVICE}")), "active");
+    run("touch /run/pause-sandboxer.force-remove");
+    let text = run("apt-get -qq remove pause-sandboxer");
+    assert!(text.contains("\n    pod: default/web ("), "{text}");
     assert!(Path::new(&format!("/proc/{pause}/ns")).exists(), "the pause lives on");
     assert!(!Path::new("/usr/bin/pause-sandboxer").exists());
-    assert!(Path::new(DROP_IN).exists(), "a removal keeps what was configured");
+    assert!(Path::new(DROP_IN).exists(), "the pod's handler stays");
     run(&format!("dpkg -i {second_package}"));
     assert_eq!(pause_of("web"), pause);
     pods.ready("web");
@@ -455,8 +307,7 @@ fn after_the_reboot() {
     says("Undo it");
     pods.remove("web", &web);
     run("pause-sandboxer disable --restart");
-    let text = run("dpkg -P pause-sandboxer");
-    assert!(!text.contains("these pods"), "{text}");
+    run("apt-get -qq purge pause-sandboxer");
     pods.up();
     for path in [
         DROP_IN,
@@ -470,9 +321,13 @@ fn after_the_reboot() {
     let config = fs::read_to_string("/etc/containerd/config.toml").unwrap();
     assert_eq!(config, fs::read_to_string(CONFIG_BEFORE).unwrap(), "containerd's config is back");
     assert_eq!(quiet("systemctl list-unit-files --no-legend 'pause-sandboxer*'"), "");
+    no_process_is_left();
+    assert!(pods.run("web", HANDLER).is_err(), "containerd has forgotten the handler");
+    println!("\nthe package has come and gone");
+}
+
+fn no_process_is_left() {
     // The names of the packages are arguments of this program.
     let left = quiet("ps -eo pid,ppid,lstart,args | grep '[p]ause' | grep -v '_amd64[.]deb'");
     assert_eq!(left, "", "left processes; journal:\n{}", quiet("journalctl --no-pager -n 60"));
-    assert!(pods.run("web", HANDLER).is_err(), "containerd has forgotten the handler");
-    println!("\nthe package has come and gone");
 }
