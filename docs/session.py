@@ -7,6 +7,7 @@ It shows the commands named below with the last lines of what each has printed. 
 out or cut are marked. It invents nothing: a command that the recording does not have is an error.
 """
 import html
+import re
 import sys
 
 # Section of the recording, title of the scene, and its commands: how each begins, and how many of
@@ -17,14 +18,20 @@ SCENES = [
         ("pause-sandboxer enable", 5), ("pause-sandboxer check", 5)]),
     ("Run a test pod", "run a test pod", [("pause-sandboxer selftest", 12)]),
     ("Run a pod", "run a pod", [
-        ('pod run --handler "runc-pause"', 1), ("pod container web main", 1),
+        ("crictl runp --runtime runc-pause", 1), ("crictl create", 1), ("crictl start", 1),
         ("pause-sandboxer list", 2), ("pause-sandboxer stats", 3)]),
     ("Restart both daemons", "restart both daemons: the pod keeps running", [
         ("systemctl restart pause-sandboxer.service", 0), ("systemctl restart containerd", 0),
-        ("pod list", 2), ("pause-sandboxer list", 2), ("pod container web second", 1)]),
+        ("pause-sandboxer list", 2), ("crictl create", 1), ("crictl start", 1)]),
     ("Undo it", "undo it", [
-        ("pod remove web", 0), ("pause-sandboxer disable", 5), ("dpkg -P pause-sandboxer", 2)]),
+        ("crictl rmp", 2), ("pause-sandboxer disable", 5), ("apt-get --yes purge", 2)]),
 ]
+# Those of src/cli/colour.rs: what was recorded went to a pipe, which gets none.
+COLOURS = {
+    "pause-sandboxer check": [
+        (r"^ok", "k"), (r"^warn", "y"), (r"^FAIL", "f"), (r"^      -&gt;", "h")],
+    "pause-sandboxer list": [(r"(?<=  )ready(?=  )", "k")],
+}
 # What viewers without animation show.
 STILL = "Run a pod"
 COLUMNS, ROWS = 100, 13
@@ -63,7 +70,7 @@ def lines_of(section, commands):
             # The mark takes the place of one line.
             shown = shown[1:]
             rows.append(("o", f"[{len(output) - len(shown)} lines left out]"))
-        rows += [("f" if line.startswith(("FAIL", "      ->")) else "o", line) for line in shown]
+        rows += [(command, line) for line in shown]
         steps.append(rows)
     return steps
 
@@ -72,14 +79,20 @@ def cut(text, columns):
     return text if len(text) <= columns else text[:columns - 1] + "…"
 
 
+def painted(command, text):
+    text = html.escape(cut(text, COLUMNS), False)
+    for pattern, kind in COLOURS.get(command, []):
+        text = re.sub(pattern, rf'<tspan class="{kind}">\g<0></tspan>', text)
+    return text
+
+
 def row(kind, text, number):
     y = TOP + number * LINE
     begin = f'<text x="{LEFT}" y="{y}"'
     if kind == "c":
         command = html.escape(cut(text, COLUMNS - 2), False)
         return f'{begin}><tspan class="p"># </tspan>{command}</text>'
-    mark = ' class="k">' if text.startswith("ok ") else f' class="{kind}">'
-    return f"{begin}{mark}{html.escape(cut(text, COLUMNS), False)}</text>"
+    return f'{begin} class="o">{painted(kind, text)}</text>'
 
 
 def main():
@@ -132,10 +145,11 @@ def main():
 text{{font:13.2px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}}
 text{{fill:#1f2328}}
 .t{{font-weight:bold;text-anchor:middle;fill:#57606a}}.p{{fill:#0969da}}.o{{fill:#424a53}}
-.k{{fill:#1a7f37}}.f{{fill:#cf222e}}
+.k{{fill:#1a7f37}}.y{{fill:#9a6700}}.f{{fill:#cf222e}}.h{{fill:#1b7c83}}
 @media (prefers-color-scheme:dark){{
 .w{{fill:#0d1117;stroke:#30363d}}.b{{fill:#30363d}}text{{fill:#f0f6fc}}.t{{fill:#8b949e}}
-.p{{fill:#58a6ff}}.o{{fill:#b6bec8}}.k{{fill:#3fb950}}.f{{fill:#ff7b72}}
+.p{{fill:#58a6ff}}.o{{fill:#b6bec8}}.k{{fill:#3fb950}}.y{{fill:#d29922}}
+.f{{fill:#ff7b72}}.h{{fill:#39c5cf}}
 }}
 .a{{opacity:0;animation:{clock:.1f}s step-end infinite}}.still .a{{opacity:1}}
 {style}

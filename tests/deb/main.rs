@@ -3,7 +3,7 @@
 //!
 //! For a node that may be messed up, with systemd, containerd, dpkg and rpm; `tests/deb/run-in-vm`
 //! runs it on the machine of `tests/vm`. What it does and what the node answers is printed as at a
-//! terminal; `pod` calls CRI as kubelet does.
+//! terminal; crictl calls CRI as kubelet does.
 
 #![allow(
     clippy::unwrap_used,
@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use pods::Pods;
 
+mod kind;
 mod pods;
 mod rpm;
 
@@ -62,6 +63,7 @@ fn main() {
     if std::env::var("VM_BOOT").as_deref() == Ok("2") {
         after_the_reboot();
         rpm::comes_and_goes(first_rpm, second_rpm);
+        kind::try_it();
     } else {
         before_the_reboot(first, second);
     }

@@ -1,162 +1,101 @@
-//! kubelet's part: pods and containers by CRI.
+//! kubelet's part: pods and containers, with crictl as at a terminal.
 
-use kit::Cri;
-use kit::cri::api::{
-    ContainerConfig, ContainerMetadata, ImageSpec, LinuxContainerConfig,
-    LinuxContainerSecurityContext, LinuxPodSandboxConfig, LinuxSandboxSecurityContext,
-    NamespaceMode, NamespaceOption, PodSandboxConfig, PodSandboxFilter, PodSandboxMetadata,
-    PodSandboxState,
-};
+use std::fs;
 
-use super::eventually;
+use super::{eventually, quiet, run, typed};
 
-/// kubelet's part.
-pub struct Pods {
-    runtime: tokio::runtime::Runtime,
-    cri: Cri,
-}
+/// The node has no pod network.
+const NAMESPACES: &str = r#"{"namespace_options": {"network": 2, "pid": 1}}"#;
 
-fn node_namespaces() -> NamespaceOption {
-    NamespaceOption {
-        network: NamespaceMode::NODE.into(),
-        pid: NamespaceMode::CONTAINER.into(),
-        ..Default::default()
-    }
-}
+/// crictl on the node.
+pub struct Pods;
 
 impl Pods {
+    /// Installs crictl.
     pub fn new() -> Self {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .unwrap();
-        Self { runtime, cri: Cri::new("/run/containerd/containerd.sock") }
+        fs::copy("crictl", "/usr/local/bin/crictl").unwrap();
+        // The machine may be an emulated one.
+        let settings = "runtime-endpoint: unix:///run/containerd/containerd.sock\n\
+                        image-endpoint: unix:///run/containerd/containerd.sock\ntimeout: 60\n";
+        fs::write("/etc/crictl.yaml", settings).unwrap();
+        Self
     }
 
-    fn config(name: &str) -> PodSandboxConfig {
-        let security = LinuxSandboxSecurityContext {
-            namespace_options: Some(node_namespaces()).into(),
-            ..Default::default()
-        };
-        PodSandboxConfig {
-            metadata: Some(PodSandboxMetadata {
-                name: name.to_owned(),
-                namespace: "default".to_owned(),
-                uid: format!("uid-{name}"),
-                ..Default::default()
-            })
-            .into(),
-            linux: Some(LinuxPodSandboxConfig {
-                cgroup_parent: format!("/kubepods/{name}"),
-                security_context: Some(security).into(),
-                ..Default::default()
-            })
-            .into(),
-            ..Default::default()
-        }
-    }
-
+    /// Runs a pod, of the default handler if none is named; its id, or the error.
     pub fn run(&self, name: &str, handler: &str) -> Result<String, String> {
-        println!("# pod run --handler {handler:?} {name}");
-        let ran = self.runtime.block_on(self.cri.run_pod_sandbox(&Self::config(name), handler));
-        match ran {
-            Ok(id) => {
-                println!("{id}");
-                Ok(id)
-            }
-            Err(e) => {
-                println!("{e}");
-                Err(e.to_string())
-            }
-        }
+        self.run_below(&format!("/kubepods/{name}"), name, handler)
     }
 
-    /// A container that does nothing.
+    /// The same with this parent of its cgroup.
+    pub fn run_below(&self, parent: &str, name: &str, handler: &str) -> Result<String, String> {
+        let config = format!(
+            r#"{{"metadata": {{"name": "{name}", "namespace": "default", "uid": "uid-{name}"}},
+ "linux": {{"cgroup_parent": "{parent}", "security_context": {NAMESPACES}}}}}
+"#
+        );
+        fs::write(format!("{name}.json"), config).unwrap();
+        let option =
+            if handler.is_empty() { String::new() } else { format!("--runtime {handler} ") };
+        let (code, text) = typed(&format!("crictl runp {option}{name}.json"));
+        let text = text.trim().to_owned();
+        if code == 0 { Ok(text) } else { Err(text) }
+    }
+
+    /// A container that does nothing; its id.
     pub fn container(&self, pod: &str, id: &str, name: &str) -> String {
-        println!("# pod container {pod} {name}");
-        let security = LinuxContainerSecurityContext {
-            namespace_options: Some(node_namespaces()).into(),
-            ..Default::default()
-        };
-        let config = ContainerConfig {
-            metadata: Some(ContainerMetadata { name: name.to_owned(), ..Default::default() })
-                .into(),
-            image: Some(ImageSpec { image: kit::TEST_IMAGE.to_owned(), ..Default::default() })
-                .into(),
-            // Ends when the node goes down, as kubelet has containers end: a sleep that is process
-            // 1 would hold the reboot up.
-            command: ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 1; done"]
-                .map(str::to_owned)
-                .to_vec(),
-            linux: Some(LinuxContainerConfig {
-                security_context: Some(security).into(),
-                ..Default::default()
-            })
-            .into(),
-            ..Default::default()
-        };
-        let made = self.runtime.block_on(async {
-            let made = self.cri.create_container(id, &config, &Self::config(pod)).await?;
-            self.cri.start_container(&made).await.map(|()| made)
-        });
-        let made = made.unwrap_or_else(|e| panic!("container {name} of {pod}: {e}"));
-        println!("{made}");
+        // It ends when the node goes down, as kubelet has containers end: a sleep that is process 1
+        // would hold the reboot up.
+        let config = format!(
+            r#"{{"metadata": {{"name": "{name}"}}, "image": {{"image": "{}"}},
+ "command": ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 1; done"],
+ "linux": {{"security_context": {NAMESPACES}}}}}
+"#,
+            kit::TEST_IMAGE
+        );
+        fs::write(format!("{name}.json"), config).unwrap();
+        let made = run(&format!("crictl create {} {name}.json {pod}.json", short(id)));
+        run(&format!("crictl start {}", short(&made)));
         made
     }
 
     pub fn exec(&self, container: &str, command: &[&str]) -> String {
-        let answer = self.runtime.block_on(self.cri.exec_sync(container, command)).unwrap();
-        String::from_utf8_lossy(&answer.stdout).trim().to_owned()
+        quiet(&format!("crictl exec -s {container} {}", command.join(" ")))
     }
 
     /// Names and states of all pods.
     pub fn list(&self) -> Vec<(String, bool)> {
-        println!("# pod list");
-        let all =
-            self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default())).unwrap();
-        let mut all: Vec<_> = all
-            .into_iter()
-            .map(|pod| {
-                let ready = pod.state.enum_value() == Ok(PodSandboxState::SANDBOX_READY);
-                (pod.metadata.unwrap_or_default().name, ready)
-            })
-            .collect();
-        all.sort();
-        for (name, ready) in &all {
-            println!("{name}  {}", if *ready { "Ready" } else { "NotReady" });
-        }
-        all
+        run("crictl pods");
+        let all: serde_json::Value = serde_json::from_str(&quiet("crictl pods -o json")).unwrap();
+        let pods = all["items"].as_array().unwrap().iter().map(|pod| {
+            let name = pod["metadata"]["name"].as_str().unwrap().to_owned();
+            (name, pod["state"] == "SANDBOX_READY")
+        });
+        let mut pods: Vec<_> = pods.collect();
+        pods.sort();
+        pods
     }
 
     pub fn ready(&self, name: &str) {
         eventually(&format!("{name} is ready"), || {
-            let all = self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default()));
-            let all = all.map_err(|e| e.to_string())?;
-            let pod = all.iter().find(|pod| pod.metadata.name == name).ok_or("no such pod")?;
-            (pod.state.enum_value() == Ok(PodSandboxState::SANDBOX_READY))
-                .then_some(())
-                .ok_or_else(|| "not ready".to_owned())
+            let ready = quiet(&format!("crictl pods -q --name {name} --state ready 2>&1"));
+            if ready.lines().count() == 1 { Ok(()) } else { Err(ready) }
         });
     }
 
-    /// As kubelet does, until it succeeds: containerd waits before it connects again to a daemon
-    /// that was not there.
-    pub fn remove(&self, name: &str, id: &str) {
-        println!("# pod remove {name}");
-        eventually(&format!("{name} is removed"), || {
-            let removed = self.runtime.block_on(async {
-                self.cri.stop_pod_sandbox(id).await?;
-                self.cri.remove_pod_sandbox(id).await
-            });
-            removed.map_err(|e| e.to_string())
-        });
+    pub fn remove(&self, _name: &str, id: &str) {
+        run(&format!("crictl rmp --force {}", short(id)));
     }
 
     /// containerd answers.
     pub fn up(&self) {
         eventually("containerd answers", || {
-            self.runtime.block_on(self.cri.version()).map(drop).map_err(|e| e.to_string())
+            let answer = quiet("crictl version 2>&1");
+            if answer.contains("RuntimeVersion") { Ok(()) } else { Err(answer) }
         });
     }
+}
+
+/// An id as crictl's tables show it.
+fn short(id: &str) -> &str {
+    &id[..13]
 }
