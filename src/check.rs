@@ -13,6 +13,7 @@ mod capabilities;
 mod cgroup;
 mod kernel;
 mod mounts;
+mod program;
 mod shims;
 mod smoke;
 
@@ -24,7 +25,8 @@ pub async fn run(config: &Config) -> Vec<Finding> {
     findings.extend(capabilities::examine(config));
     findings.extend(cgroup::examine());
     findings.extend(smoke::examine(config).await);
-    findings.extend(mounts::examine(config).await);
+    findings.extend(mounts::examine(config));
+    findings.extend(program::examine(config));
     findings
 }
 

@@ -4,28 +4,19 @@ use std::io;
 use std::path::Path;
 
 use node::check::Finding;
+use node::daemon_process::DaemonProcess;
 
 use crate::config::Config;
 use crate::mounts::{View, view};
-use node::client::Client;
 
 const SUBJECT: &str = "mounts";
 
 /// Compares the mount namespaces of the running daemon and of containerd. No finding if one of them
 /// does not run, which others report.
-pub(super) async fn examine(config: &Config) -> Vec<Finding> {
-    // The lock of the daemon that answers has its pid.
-    let answers = async { Client::connect(config).await?.list(false).await };
-    let holder = answers
-        .await
-        .is_ok()
-        .then(|| std::fs::read_to_string(config.state_dir.join("lock")))
-        .and_then(Result::ok);
-    let Some(pid) = holder.and_then(|text| text.trim().parse::<u32>().ok()) else {
-        return Vec::new();
-    };
+pub(super) fn examine(config: &Config) -> Vec<Finding> {
+    let Some(daemon) = DaemonProcess::find(&config.state_dir) else { return Vec::new() };
     mount_findings(
-        view(&pid.to_string(), &config.containerd_address, &config.containerd_state),
+        view(&daemon.pid.to_string(), &config.containerd_address, &config.containerd_state),
         &config.containerd_state,
     )
 }

@@ -12,7 +12,9 @@ use base::config::Config;
 
 pub(crate) mod containerd;
 mod daemon;
+mod directories;
 pub(crate) mod kubelet;
+mod program;
 mod sandboxes;
 mod systemd;
 
@@ -132,10 +134,13 @@ pub struct HandlerRuntime {
 /// Examines everything, in the order in which problems must be solved.
 pub async fn run(subject: &Subject, own: DaemonFindings<'_>) -> Vec<Finding> {
     let mut findings = own.first;
-    findings.extend(daemon::examine(&subject.config).await);
-    findings.extend(systemd::examine());
-    findings.extend(sandboxes::examine(&subject.config).await);
-    findings.extend(containerd::examine(subject, own.shims).await);
+    findings.extend(directories::examine(&subject.config));
+    let (answers, known) = daemon::examine(&subject.config).await;
+    findings.push(answers);
+    let node = containerd::NodeContainerd::find(subject);
+    findings.extend(systemd::examine(node.pid.map(|_| node.unit.as_str())).await);
+    findings.extend(known.as_deref().map(sandboxes::examine).unwrap_or_default());
+    findings.extend(containerd::examine(subject, &node, known.is_some(), own.shims).await);
     findings
 }
 

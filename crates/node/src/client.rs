@@ -4,28 +4,25 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use tokio::net::UnixStream;
 use ttrpc::Code;
 use ttrpc::asynchronous::Client as Connection;
+use ttrpc::asynchronous::transport::Socket;
 use ttrpc::context;
 
+use crate::daemon_process::silence;
 use base::config::Config;
 use containerd_api::protos::inspect::{InspectRequest, ListRequest};
 use containerd_api::protos::inspect_ttrpc::InspectClient;
 
 pub use containerd_api::protos::inspect::{Sandbox, Usage};
 
-/// Timeout of a call. A daemon responds only after the recovery of its pods.
-const TIMEOUT: Duration = Duration::from_secs(15);
+/// Timeout of a call. A daemon that recovers its pods may take longer: the error says so.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Deadline passed to ttrpc: longer, as its own error for a deadline equals that of a lost
 /// connection.
 const DEADLINE: Duration = Duration::from_secs(2 * TIMEOUT.as_secs());
-
-/// The advice for a daemon that accepts connections and does not respond. systemd holds its socket:
-/// a daemon that fails at each start looks the same.
-pub const NO_RESPONSE_ADVICE: &str = "the daemon is starting, recovers its pods or fails at each \
-                                      start: see systemctl status pause-sandboxer and journalctl \
-                                      -u pause-sandboxer";
 
 /// A failed call.
 #[derive(Debug, thiserror::Error)]
@@ -38,7 +35,7 @@ pub enum ClientError {
         /// The error of the connection or of the call.
         reason: String,
         /// The remedy.
-        advice: &'static str,
+        advice: String,
     },
     /// The daemon rejected the call.
     #[error("{0}")]
@@ -52,6 +49,7 @@ pub enum ClientError {
 pub struct Client {
     inspect: InspectClient,
     socket: PathBuf,
+    state_dir: PathBuf,
 }
 
 impl Client {
@@ -60,12 +58,16 @@ impl Client {
     /// # Errors
     /// [`ClientError::Down`].
     pub async fn connect(config: &Config) -> Result<Self, ClientError> {
-        let socket = config.ttrpc_socket();
-        // A plain connection first, whose error has the errno.
-        std::os::unix::net::UnixStream::connect(&socket).map_err(|e| down(&socket, &e))?;
-        let connected = Connection::connect(&format!("unix://{}", socket.display())).await;
-        let connection = connected.map_err(|e| down(&socket, &io::Error::other(e.to_string())))?;
-        Ok(Self { inspect: InspectClient::new(connection), socket })
+        let (socket, state_dir) = (config.ttrpc_socket(), config.state_dir.clone());
+        match UnixStream::connect(&socket).await {
+            Ok(stream) => {
+                let inspect = InspectClient::new(Connection::new(Socket::new(stream)));
+                Ok(Self { inspect, socket, state_dir })
+            }
+            // The queue of its socket is full.
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(late(&socket, &state_dir)),
+            Err(e) => Err(down(&socket, &e)),
+        }
     }
 
     /// All sandboxes, sorted by id; with their resource usage if `usage` is set.
@@ -108,21 +110,13 @@ impl Client {
         call: impl Future<Output = ttrpc::Result<T>>,
     ) -> Result<T, ClientError> {
         let response = tokio::time::timeout(TIMEOUT, call).await;
-        response.map_err(|_| self.late())?.map_err(|e| self.failed(e))
-    }
-
-    fn late(&self) -> ClientError {
-        ClientError::Down {
-            socket: self.socket.clone(),
-            reason: format!("no response within {} s", TIMEOUT.as_secs()),
-            advice: NO_RESPONSE_ADVICE,
-        }
+        response.map_err(|_| late(&self.socket, &self.state_dir))?.map_err(|e| self.failed(e))
     }
 
     fn failed(&self, error: ttrpc::Error) -> ClientError {
         match error {
             ttrpc::Error::RpcStatus(status) => match status.code() {
-                Code::DEADLINE_EXCEEDED => self.late(),
+                Code::DEADLINE_EXCEEDED => late(&self.socket, &self.state_dir),
                 Code::UNIMPLEMENTED => {
                     ClientError::Refused("the running daemon is older than this program".to_owned())
                 }
@@ -132,10 +126,17 @@ impl Client {
                 socket: self.socket.clone(),
                 reason: other.to_string(),
                 advice: "the daemon closed the connection: run the command again, as root; if it \
-                         fails again, see `systemctl status pause-sandboxer`",
+                         fails again, see `systemctl status pause-sandboxer`"
+                    .to_owned(),
             },
         }
     }
+}
+
+fn late(socket: &Path, state_dir: &Path) -> ClientError {
+    let (reason, advice) = silence(state_dir);
+    let reason = format!("no response within {} s: {reason}", TIMEOUT.as_secs());
+    ClientError::Down { socket: socket.to_owned(), reason, advice }
 }
 
 fn down(socket: &Path, e: &io::Error) -> ClientError {
@@ -143,7 +144,8 @@ fn down(socket: &Path, e: &io::Error) -> ClientError {
         io::ErrorKind::PermissionDenied => "run the command as root",
         _ => "start it: systemctl start pause-sandboxer",
     };
-    ClientError::Down { socket: socket.to_owned(), reason: e.to_string(), advice }
+    let (socket, advice) = (socket.to_owned(), advice.to_owned());
+    ClientError::Down { socket, reason: e.to_string(), advice }
 }
 
 /// The one sandbox with this id, id prefix or `NAMESPACE/POD`.
@@ -179,23 +181,42 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_slow_daemon_is_reported_as_recovering() {
         let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("s.sock");
+        let config = Config {
+            socket: dir.path().join("s.sock"),
+            state_dir: dir.path().to_owned(),
+            ..Config::default()
+        };
         // systemd holds the socket while the daemon recovers: it accepts connections and does not
         // answer.
-        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        let address = format!("unix://{}", socket.display());
-        let inspect = InspectClient::new(Connection::connect(&address).await.unwrap());
-        let client = Client { inspect, socket };
+        let _listener = std::os::unix::net::UnixListener::bind(config.ttrpc_socket()).unwrap();
+        std::fs::write(dir.path().join("lock"), std::process::id().to_string()).unwrap();
+        let client = Client::connect(&config).await.unwrap();
         for reason in [
             client.list(false).await.unwrap_err().to_string(),
             client.inspect("x").await.unwrap_err().to_string(),
         ] {
-            assert!(
-                reason
-                    .contains("no response within 15 s; the daemon is starting, recovers its pods"),
-                "{reason}"
+            let expected = format!(
+                "no response within 2 s: process {} starts, or recovers its pods; wait for it",
+                std::process::id()
             );
+            assert!(reason.contains(&expected), "{reason}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_full_queue_of_the_socket_is_no_reason_to_wait() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { socket: dir.path().join("s.sock"), ..Config::default() };
+        let listener = std::os::unix::net::UnixListener::bind(config.ttrpc_socket()).unwrap();
+        nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(1).unwrap()).unwrap();
+        let mut waiting = Vec::new();
+        let reason = loop {
+            match Client::connect(&config).await {
+                Ok(client) => waiting.push(client),
+                Err(e) => break e.to_string(),
+            }
+        };
+        assert!(!waiting.is_empty() && reason.contains("no response within 2 s"), "{reason}");
     }
 
     #[test]

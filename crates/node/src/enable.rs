@@ -248,7 +248,7 @@ impl EnablePlan {
         node.containerd.has_imports(path)?;
         node.drop_in.has_only(&wanted.handler)?;
         let merged = node.merged.clone()?;
-        if let Some(finding) = disabled(&merged).first() {
+        if let Some(finding) = disabled(&merged, &node.containerd) {
             return refuse(format!("containerd: {}: {}", finding.fact, finding.advice));
         }
         let handler = HandlerPlan::new(wanted, merged, old)?;

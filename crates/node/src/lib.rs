@@ -4,6 +4,7 @@
 
 pub mod check;
 pub mod client;
+pub mod daemon_process;
 pub mod enable;
 pub mod oci_image;
 pub mod selftest;

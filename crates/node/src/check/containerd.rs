@@ -3,24 +3,28 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use tokio::net::UnixStream;
 use toml::{Table, Value};
 
-use super::{ENABLE, Finding, HandlerRuntime, Level, ShimFindings, Subject, kubelet};
+use super::program::run;
+use super::{ENABLE, Finding, HandlerRuntime, ShimFindings, Subject, kubelet, sandboxes};
 use base::config::Config;
 use base::runtime::check_served;
+use containerd_api::cri::CriClient;
 
 mod config;
 pub(crate) mod enabled;
 mod files;
 mod loaded;
 mod node;
+pub(crate) mod pause_image;
 mod running;
 pub(crate) mod shared;
 
 pub(crate) use files::{Main, runtime_table};
+use loaded::Answer;
 pub(crate) use node::NodeContainerd;
 use running::ContainerdProgram;
 use shared::Difference;
@@ -46,21 +50,22 @@ pub(crate) const CRI_OF_2: &str = "io.containerd.grpc.v1.cri";
 /// The plugin that listens, from containerd 2.3 on.
 const SERVER: &str = "io.containerd.server.v1.grpc";
 
-/// Examines containerd's program, socket and config.
-pub(super) async fn examine(subject: &Subject, shims: &ShimFindings<'_>) -> Vec<Finding> {
-    let address = &subject.config.containerd_address;
-    let node = NodeContainerd::find(subject);
-    let (version, is_containerd) = examine_program(&node.program).await;
-    let mut findings = vec![version, socket(address)];
-    if is_containerd {
-        findings.extend(examine_config(&node, &subject.config, shims).await);
-    } else {
-        // Only a containerd is asked for its config: any program may listen at the socket.
-        findings.push(Finding::fail(
-            CONFIG,
-            format!("{} was not examined: this needs containerd 2.x", node.file.display()),
-            "see the finding of containerd's version",
-        ));
+/// The first two numbers of a version.
+pub(crate) type Release = (u32, u32);
+
+/// Examines containerd's program, socket and config, and its CRI. `has_daemon`: the daemon answers.
+pub(super) async fn examine(
+    subject: &Subject,
+    node: &NodeContainerd,
+    has_daemon: bool,
+    shims: &ShimFindings<'_>,
+) -> Vec<Finding> {
+    let (version, release) = examine_program(&node.program).await;
+    let mut findings = vec![version];
+    // Only a containerd is asked for its config: any program may listen at the socket.
+    if let Some(release) = release {
+        findings.push(socket(&subject.config.containerd_address, &node.unit).await);
+        findings.extend(examine_config(node, &subject.config, release, has_daemon, shims).await);
     }
     let command = node.enable_command();
     for finding in &mut findings {
@@ -72,94 +77,124 @@ pub(super) async fn examine(subject: &Subject, shims: &ShimFindings<'_>) -> Vec<
 async fn examine_config(
     node: &NodeContainerd,
     config: &Config,
+    release: Release,
+    has_daemon: bool,
     shims: &ShimFindings<'_>,
 ) -> Vec<Finding> {
-    let shown = node.file.display();
-    let main = match files::Main::read(&node.file) {
-        Ok(main) => main,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return vec![Finding::fail(
-                CONFIG,
-                format!("{shown}: {e}"),
-                format!("{ENABLE} creates it, or set its path with --containerd-config"),
-            )];
-        }
-        Err(e) => return vec![Finding::fail(CONFIG, format!("{shown}: {e}"), "make it readable")],
+    let (main, table) = match read_config(node).await {
+        Ok(config) => config,
+        Err(finding) => return vec![finding],
     };
-    let table = match node.dump().await {
-        Ok(table) => table,
-        Err(reason) => {
-            return vec![Finding::fail(
-                CONFIG,
-                reason,
-                "run the command; containerd does not start with a config that it cannot load",
-            )];
-        }
-    };
-    let mut findings = vec![Finding::ok(CONFIG, format!("{shown} with its imports"))];
+    if let Some(disabled) = disabled(&table, node) {
+        return vec![disabled];
+    }
+    let mut findings =
+        vec![Finding::ok(CONFIG, format!("{} with its imports", node.file.display()))];
     findings.extend(main.missing_imports(None));
     findings.extend(main.lost_handlers(&table));
-    findings.extend(node.started.and_then(|started| main.written_after(started, &node.unit)));
-    findings.extend(loaded::examine(node, &all(&table, config).ours, config).await);
+    let cri = CriClient::new(&config.containerd_address);
+    let handlers = all(&table, config);
+    let answer = loaded::ask(node, &handlers.ours, &cri).await;
+    let mut unread = node.started.and_then(|started| main.written_after(started, &node.unit));
+    if let Answer::Loaded(lacking) = &answer {
+        // The remedy is the same.
+        unread = unread.filter(|_| lacking.is_none());
+    }
+    findings.extend(unread);
     findings.extend(config_findings(&table, config));
-    findings.extend(shims(handler_runtimes(&ours(&table, config))).await);
-    findings.extend(kubelet::examine(&all(&table, config)));
+    let is_asked = match answer {
+        Answer::None(silent) => {
+            findings.push(silent);
+            return findings;
+        }
+        Answer::Loaded(lacking) => {
+            findings.extend(lacking);
+            true
+        }
+        Answer::NotAsked => false,
+    };
+    let ours = ours(&table, config);
+    let image = pause_image::needed(&table, release, ours.iter().map(|(_, handler)| handler));
+    if let Some(image) = image.filter(|_| is_asked) {
+        findings.extend(pause_image::examine(&cri, &image, &node.enable_command()).await);
+    }
+    findings.extend(shims(handler_runtimes(&ours)).await);
+    findings.extend(kubelet::examine(&handlers));
+    if is_asked && has_daemon {
+        findings.extend(sandboxes::compare(config, &handlers.ours, &node.unit).await);
+    }
     findings
 }
 
-/// The finding about the version of the program, and whether it is a supported containerd.
-async fn examine_program(program: &ContainerdProgram) -> (Finding, bool) {
-    let shown = program.path().display();
+/// The config file, and what containerd makes of it.
+///
+/// # Errors
+/// The finding that one of the two cannot be read.
+async fn read_config(node: &NodeContainerd) -> Result<(Main, Table), Finding> {
+    let shown = node.file.display();
+    let main = files::Main::read(&node.file).map_err(|e| {
+        let advice = match e.kind() {
+            io::ErrorKind::NotFound => {
+                format!("{ENABLE} creates it, or set its path with --containerd-config")
+            }
+            _ => "make it readable".to_owned(),
+        };
+        Finding::fail(CONFIG, format!("{shown}: {e}"), advice)
+    })?;
+    let table = node.dump().await.map_err(|reason| {
+        let advice = "run the command; containerd does not start with a config that it cannot load";
+        Finding::fail(CONFIG, reason, advice)
+    })?;
+    Ok((main, table))
+}
+
+/// The finding about the version of the program, and its release if it is a supported containerd.
+async fn examine_program(program: &ContainerdProgram) -> (Finding, Option<Release>) {
     let mut command = program.command();
     command.arg("--version");
-    match config::run(command).await {
+    let advice = "install and start containerd, or set the path of its program with --containerd";
+    let reason = match run(command).await {
+        Ok(output) if output.stdout.starts_with("containerd ") => return version(&output.stdout),
         Ok(output) => {
-            let finding = version(&output.stdout);
-            let supported =
-                finding.level != Level::Fail && output.stdout.starts_with("containerd ");
-            (finding, supported)
+            let first = output.stdout.lines().next().unwrap_or_default();
+            format!("prints {first:?}, so it is not containerd")
         }
-        Err(e) => {
-            let advice = "start containerd, or set the path of its program with --containerd";
-            (Finding::warn(SUBJECT, format!("{shown} --version: {e}"), advice), false)
-        }
-    }
+        Err(reason) => reason,
+    };
+    let fact = format!("{} --version: {reason}", program.path().display());
+    (Finding::fail(SUBJECT, fact, advice), None)
 }
 
 /// `printed` is what `containerd --version` prints: name, module, version, revision.
-fn version(printed: &str) -> Finding {
+fn version(printed: &str) -> (Finding, Option<Release>) {
     let version = printed.split_whitespace().nth(2).unwrap_or_default();
-    let major = version
-        .trim_start_matches('v')
-        .split('.')
-        .next()
-        .and_then(|number| number.parse::<u32>().ok());
-    match major {
-        Some(2) => Finding::ok(SUBJECT, format!("version {version}")),
-        Some(0 | 1) => Finding::fail(
-            SUBJECT,
-            format!("version {version}"),
-            "upgrade to 2.0 or newer: older versions do not support external sandboxers",
-        ),
-        _ => Finding::warn(
-            SUBJECT,
-            format!("unknown version: {:?}", printed.trim()),
-            "use containerd 2.x",
-        ),
+    let mut numbers = version.trim_start_matches('v').split('.').map(|number| number.parse().ok());
+    let release = numbers.next().flatten().zip(numbers.next().flatten());
+    match release {
+        Some((2, _)) => (Finding::ok(SUBJECT, format!("version {version}")), release),
+        Some((0 | 1, _)) => {
+            let fact = format!("version {version} cannot use external sandboxers");
+            (Finding::fail(SUBJECT, fact, "upgrade containerd to 2.0 or newer"), None)
+        }
+        _ => {
+            let fact = format!("unknown version: {:?}", printed.trim());
+            (Finding::warn(SUBJECT, fact, "use containerd 2.x"), Some(release.unwrap_or((2, 0))))
+        }
     }
 }
 
-fn socket(path: &Path) -> Finding {
+/// `unit` starts containerd.
+async fn socket(path: &Path, unit: &str) -> Finding {
     let shown = path.display();
-    match UnixStream::connect(path) {
+    match UnixStream::connect(path).await {
         Ok(_) => Finding::ok(SUBJECT, format!("listens on {shown}")),
         Err(e)
             if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
         {
-            Finding::warn(
+            Finding::fail(
                 SUBJECT,
                 format!("does not listen on {shown}: {e}"),
-                "start it, or set containerd_address to its gRPC socket",
+                format!("systemctl start {unit}, or set containerd_address to its gRPC socket"),
             )
         }
         Err(e) => Finding::fail(
@@ -172,7 +207,7 @@ fn socket(path: &Path) -> Finding {
 
 /// Examines containerd's merged config.
 fn config_findings(table: &Table, config: &Config) -> Vec<Finding> {
-    let mut findings = disabled(table);
+    let mut findings = Vec::new();
     match proxy(table, config) {
         Ok(name) => {
             findings.push(Finding::ok(CONFIG, format!("proxy plugin {name:?} is this sandboxer")));
@@ -185,24 +220,19 @@ fn config_findings(table: &Table, config: &Config) -> Vec<Finding> {
     findings
 }
 
-/// CRI must not be disabled, as the config of some distributions has it.
-pub(crate) fn disabled(table: &Table) -> Vec<Finding> {
-    let names = table
-        .get("disabled_plugins")
-        .and_then(Value::as_array)
-        .into_iter()
-        .flatten()
-        .filter_map(Value::as_str);
-    names
-        .filter(|name| matches!(*name, "cri" | CRI_OF_2 | RUNTIME))
-        .map(|name| {
-            Finding::fail(
-                CONFIG,
-                format!("CRI plugin {name} is disabled; kubelet cannot run pods"),
-                "remove it from disabled_plugins",
-            )
-        })
-        .collect()
+/// CRI must not be disabled, as the config of Docker's package has it.
+pub(crate) fn disabled(table: &Table, node: &NodeContainerd) -> Option<Finding> {
+    let names = table.get("disabled_plugins").and_then(Value::as_array).into_iter().flatten();
+    let mut names = names.filter_map(Value::as_str);
+    let name = names.find(|name| matches!(*name, "cri" | CRI_OF_2 | RUNTIME | IMAGES))?;
+    let fact = format!("CRI plugin {name} is disabled, so kubelet can run no pod");
+    let advice = format!(
+        "remove it from disabled_plugins in {} or a file that it imports, then systemctl restart \
+         {}",
+        node.file.display(),
+        node.unit
+    );
+    Some(Finding::fail(CONFIG, fact, advice))
 }
 
 /// Whether two paths lead to the same file, as through a link such as `/var/run`. Paths that do not
@@ -288,7 +318,10 @@ fn handler_runtimes(handlers: &[(String, Table)]) -> Vec<HandlerRuntime> {
         binary: text(handler.get("options").and_then(|options| options.get("BinaryName"))),
     };
     let all: BTreeSet<HandlerRuntime> = handlers.iter().map(runtime).collect();
-    all.into_iter().filter(|runtime| !runtime.kind.is_empty()).collect()
+    // Another finding is about those that cannot be served.
+    let is_served =
+        |runtime: &HandlerRuntime| !runtime.kind.is_empty() && check_served(&runtime.kind).is_ok();
+    all.into_iter().filter(is_served).collect()
 }
 
 /// All runtime handlers, with which of them name this sandboxer and which is the default.

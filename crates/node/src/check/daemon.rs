@@ -1,134 +1,81 @@
-//! The daemon's own directory and socket.
+//! The daemon: whether it answers, and its sandboxes.
 
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
 
-use nix::sys::statfs::{self, FsType};
-
-use super::Finding;
-use crate::client::NO_RESPONSE_ADVICE;
+use super::{Finding, Level};
+use crate::client::{Client, ClientError, Sandbox, TIMEOUT};
+use crate::daemon_process::silence;
 use base::config::{CONTAINERD_NAMESPACE, Config};
 use containerd_api::SandboxStore;
 
-/// Examines the state directory and the socket.
-pub(super) async fn examine(config: &Config) -> Vec<Finding> {
-    vec![state(&config.state_dir), socket(config).await]
-}
+const SUBJECT: &str = "daemon";
 
-fn state(path: &Path) -> Finding {
-    const SUBJECT: &str = "state directory";
-    let shown = path.display();
-    let meta = match path.metadata() {
-        Ok(meta) => meta,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Finding::ok(
-                SUBJECT,
-                format!("{shown} does not exist yet; the daemon creates it"),
-            );
-        }
+/// Asks the daemon. Also returns its sandboxes, if it answers.
+pub(super) async fn examine(config: &Config) -> (Finding, Option<Vec<Sandbox>>) {
+    let answers = socket(config).await;
+    if answers.level != Level::Ok {
+        return (answers, None);
+    }
+    let listed = async { Client::connect(config).await?.list(false).await };
+    match listed.await {
+        Ok(all) => (answers, Some(all)),
         Err(e) => {
-            return Finding::fail(
-                SUBJECT,
-                format!("{shown}: {e}"),
-                "set state_dir to a directory that root can create",
-            );
+            let level =
+                if matches!(e, ClientError::Down { .. }) { Level::Fail } else { Level::Warn };
+            let fact = format!("does not list its sandboxes: {e}");
+            let advice = "systemctl restart pause-sandboxer; pods keep running".to_owned();
+            (Finding { level, subject: SUBJECT, fact, advice }, None)
         }
-    };
-    if !meta.is_dir() {
-        return Finding::fail(
-            SUBJECT,
-            format!("{shown} is not a directory"),
-            "remove it or set state_dir to another path",
-        );
     }
-    if meta.uid() != 0 || meta.mode() & 0o022 != 0 {
-        let fact = format!(
-            "users other than root can write {shown} (owner {}, mode {:o})",
-            meta.uid(),
-            meta.mode() & 0o7777
-        );
-        return Finding::fail(
-            SUBJECT,
-            fact,
-            format!("examine its content, then: chown root:root {shown} && chmod 0700 {shown}"),
-        );
-    }
-    match statfs::statfs(path) {
-        Ok(fs) if lasting(fs.filesystem_type()) => Finding::warn(
-            SUBJECT,
-            format!("{shown} is on a disk, so its records survive a reboot"),
-            "drain the node, then set state_dir to a directory on a tmpfs such as /run",
-        ),
-        Ok(_) => Finding::ok(SUBJECT, shown.to_string()),
-        Err(e) => Finding::warn(
-            SUBJECT,
-            format!("statfs {shown}: {e}"),
-            "make sure that it is on a tmpfs such as /run",
-        ),
-    }
-}
-
-/// Whether the files of the file system survive a reboot.
-fn lasting(kind: FsType) -> bool {
-    // RAMFS_MAGIC of linux/magic.h, which nix does not name.
-    const RAMFS: FsType = FsType(0x8584_58f6);
-    kind != statfs::TMPFS_MAGIC && kind != RAMFS
 }
 
 async fn socket(config: &Config) -> Finding {
-    const SUBJECT: &str = "daemon";
     let shown = config.socket.display();
     // A daemon responds once it has recovered its pods.
     let daemon =
         SandboxStore { address: config.socket.clone(), namespace: CONTAINERD_NAMESPACE.to_owned() };
     let start = "start it: systemctl start pause-sandboxer, or pause-sandboxer serve";
-    let Err(step) = daemon.responds().await else {
-        return Finding::ok(SUBJECT, format!("answers on {shown}"));
+    let answer = tokio::time::timeout(TIMEOUT, daemon.responds()).await;
+    let kind = match &answer {
+        Ok(Ok(())) => return Finding::ok(SUBJECT, format!("answers on {shown}")),
+        Ok(Err(step)) => step.io().kind(),
+        Err(_) => io::ErrorKind::TimedOut,
     };
-    match step.io().kind() {
+    let reason = answer.ok().and_then(Result::err).map(|step| step.io().to_string());
+    let reason = reason.unwrap_or_default();
+    match kind {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
-            Finding::fail(SUBJECT, format!("is not running: {shown}: {}", step.io()), start)
+            Finding::fail(SUBJECT, format!("is not running: {shown}: {reason}"), start)
         }
-        io::ErrorKind::TimedOut => {
-            Finding::fail(SUBJECT, format!("no response on {shown} in time"), NO_RESPONSE_ADVICE)
+        // The queue of a socket is full whose listener accepts no connection.
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+            let (reason, advice) = silence(&config.state_dir);
+            let limit = TIMEOUT.as_secs();
+            Finding::fail(
+                SUBJECT,
+                format!("no response on {shown} within {limit} s: {reason}"),
+                advice,
+            )
         }
         io::ErrorKind::Other => Finding::fail(
             SUBJECT,
-            format!("the listener on {shown} is not a gRPC server: {}", step.io()),
+            format!("the listener on {shown} is not a gRPC server: {reason}"),
             "set socket to a path that only the daemon uses",
         ),
-        _ => Finding::fail(SUBJECT, step.to_string(), "see journalctl -u pause-sandboxer"),
+        _ => Finding::fail(
+            SUBJECT,
+            format!("{shown}: {reason}"),
+            "see journalctl -u pause-sandboxer",
+        ),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::io::{Read as _, Write as _};
-    use std::os::unix::fs::PermissionsExt;
     use std::os::unix::net::UnixListener;
 
-    use super::super::Level;
     use super::*;
-
-    #[test]
-    fn an_unusable_state_directory_is_reported() {
-        let dir = tempfile::tempdir().unwrap();
-        assert_eq!(state(&dir.path().join("none")).level, Level::Ok);
-        let file = dir.path().join("file");
-        std::fs::write(&file, "").unwrap();
-        assert_eq!(state(&file).level, Level::Fail);
-        std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
-        let finding = state(dir.path());
-        assert_eq!(finding.level, Level::Fail);
-        assert!(finding.fact.contains("mode 777"), "{finding}");
-    }
-
-    #[test]
-    fn ext4_survives_a_reboot_and_tmpfs_does_not() {
-        assert!(!lasting(statfs::TMPFS_MAGIC));
-        assert!(lasting(statfs::EXT4_SUPER_MAGIC));
-    }
 
     /// The finding for a server that reads and then sends `response`.
     async fn of_server(response: &'static [u8]) -> Finding {
@@ -158,5 +105,21 @@ mod tests {
         assert!(socket(&config).await.fact.contains("is not running: /"));
         drop(UnixListener::bind(&config.socket).unwrap());
         assert!(socket(&config).await.fact.contains("is not running: /"));
+    }
+
+    #[tokio::test]
+    async fn a_daemon_that_does_not_answer_is_asked_for_two_seconds() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config {
+            socket: dir.path().join("s"),
+            state_dir: dir.path().to_owned(),
+            ..Config::default()
+        };
+        let _listener = UnixListener::bind(&config.socket).unwrap();
+        let begun = std::time::Instant::now();
+        let (finding, sandboxes) = examine(&config).await;
+        assert!(begun.elapsed() < 4 * TIMEOUT, "{:?}", begun.elapsed());
+        assert!(finding.level == Level::Fail && sandboxes.is_none(), "{finding}");
+        assert!(finding.fact.ends_with("within 2 s: no daemon runs, and systemd holds its socket"));
     }
 }

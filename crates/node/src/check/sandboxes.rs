@@ -1,26 +1,133 @@
-//! The sandboxes of the running daemon.
+//! The sandboxes of the running daemon, and whether CRI has the same pods.
 
-use super::Finding;
-use crate::client::{Client, ClientError, Sandbox};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use super::{Finding, Level};
+use crate::client::{Client, Sandbox, TIMEOUT};
 use base::config::Config;
+use containerd_api::cri::CriClient;
+use containerd_api::protos::cri::PodSandboxState::SANDBOX_READY;
+use containerd_api::protos::cri_runtime::PodSandbox;
 
 const SUBJECT: &str = "sandboxes";
 
-/// Queries the daemon. No finding if none runs, which others report.
-pub(super) async fn examine(config: &Config) -> Vec<Finding> {
-    let listed = async { Client::connect(config).await?.list(false).await };
-    match listed.await {
-        Ok(all) => sandbox_findings(&all),
-        Err(ClientError::Down { .. }) => Vec::new(),
-        Err(e) => vec![Finding::warn(
-            SUBJECT,
-            format!("cannot query the daemon: {e}"),
-            "systemctl restart pause-sandboxer; pods keep running",
-        )],
-    }
+/// Most sandboxes that a finding names.
+const NAMED: usize = 10;
+
+/// A pod that starts or ends differs for a moment.
+const MOMENT: Duration = Duration::from_secs(1);
+
+/// The garbage collection removes a sandbox that CRI has forgotten within two minutes, unless it
+/// has containers.
+const FORGOTTEN: Duration = Duration::from_secs(180);
+
+/// How CRI and the daemon differ in a pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Difference {
+    /// It runs, and CRI lists it as NotReady.
+    NotReadyInCri,
+    /// It has ended, and CRI lists it as ready.
+    ReadyInCri,
+    /// CRI lists it as ready, and the daemon has no sandbox of it.
+    UnknownHere,
+    /// The daemon has a sandbox of it, and CRI does not list it.
+    UnknownToCri,
 }
 
-fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
+/// Compares the daemon's sandboxes with CRI's pods of the runtime handlers `handlers`. `unit`
+/// starts containerd.
+pub(super) async fn compare(config: &Config, handlers: &[String], unit: &str) -> Vec<Finding> {
+    let differing = async || {
+        let cri = CriClient::new(&config.containerd_address);
+        let theirs = tokio::time::timeout(TIMEOUT, cri.pods()).await.ok()?.ok()?;
+        let ours = Client::connect(config).await.ok()?.list(false).await.ok()?;
+        Some(differences(&ours, &theirs, handlers))
+    };
+    // One that does not answer any more is reported by the next check.
+    let mut found = differing().await.unwrap_or_default();
+    if !found.is_empty() {
+        tokio::time::sleep(MOMENT).await;
+        let again = differing().await.unwrap_or_default();
+        found.retain(|one| again.contains(one));
+    }
+    difference_findings(&found, unit)
+}
+
+fn differences(
+    ours: &[Sandbox],
+    theirs: &[PodSandbox],
+    handlers: &[String],
+) -> BTreeSet<(Difference, String)> {
+    let is_ready = |pod: &PodSandbox| pod.state.enum_value() == Ok(SANDBOX_READY);
+    let in_cri: BTreeMap<&str, bool> =
+        theirs.iter().map(|pod| (pod.id.as_str(), is_ready(pod))).collect();
+    let known: BTreeSet<&str> = ours.iter().map(|one| one.id.as_str()).collect();
+    let limit = SystemTime::now() - FORGOTTEN;
+    let is_old = |one: &Sandbox| {
+        let created = one.created_at.as_ref().and_then(|at| u64::try_from(at.seconds).ok());
+        created.is_some_and(|seconds| UNIX_EPOCH + Duration::from_secs(seconds) < limit)
+    };
+    let here = ours.iter().filter_map(|one| {
+        let difference = match (one.state.as_str(), in_cri.get(one.id.as_str())) {
+            ("ready", Some(false)) => Difference::NotReadyInCri,
+            ("not ready", Some(true)) => Difference::ReadyInCri,
+            ("ready" | "not ready", None) if is_old(one) => Difference::UnknownToCri,
+            _ => return None,
+        };
+        Some((difference, one.id.clone()))
+    });
+    // After a reboot CRI lists the pods of before as NotReady, until kubelet removes them.
+    let missing = theirs
+        .iter()
+        .filter(|pod| is_ready(pod) && handlers.contains(&pod.runtime_handler))
+        .filter(|pod| !known.contains(pod.id.as_str()));
+    here.chain(missing.map(|pod| (Difference::UnknownHere, pod.id.clone()))).collect()
+}
+
+fn difference_findings(found: &BTreeSet<(Difference, String)>, unit: &str) -> Vec<Finding> {
+    let restart = format!("systemctl restart {unit}, while the daemon responds; pods keep running");
+    let reboot = "containerd has lost them, and kubelet does not remove them: drain and reboot the \
+                  node";
+    let kinds = [
+        (
+            Difference::NotReadyInCri,
+            Level::Fail,
+            "run, but CRI lists them as NotReady, so kubelet replaces them and none of their \
+             containers can start",
+            restart.as_str(),
+        ),
+        (Difference::ReadyInCri, Level::Warn, "have ended, but CRI lists them as ready", &restart),
+        (Difference::UnknownHere, Level::Warn, "are ready for CRI, but have no sandbox", &restart),
+        (
+            Difference::UnknownToCri,
+            Level::Warn,
+            "have a sandbox, but CRI does not list them",
+            reboot,
+        ),
+    ];
+    let finding = |(kind, level, fact, advice): &(Difference, Level, &str, &str)| {
+        let ids: Vec<&str> =
+            found.iter().filter(|(one, _)| one == kind).map(|(_, id)| id.as_str()).collect();
+        (!ids.is_empty()).then(|| Finding {
+            level: *level,
+            subject: SUBJECT,
+            fact: format!("{} pods {fact}: {}", ids.len(), named(&ids)),
+            advice: (*advice).to_owned(),
+        })
+    };
+    kinds.iter().filter_map(finding).collect()
+}
+
+/// Some of the ids.
+fn named(ids: &[&str]) -> String {
+    let more = if ids.len() > NAMED { ", …" } else { "" };
+    let some: Vec<&str> = ids.iter().take(NAMED).copied().collect();
+    format!("{}{more}", some.join(", "))
+}
+
+/// The findings about the daemon's sandboxes alone.
+pub(super) fn examine(all: &[Sandbox]) -> Vec<Finding> {
     const LOG: &str = "see journalctl -u pause-sandboxer | grep ID for the failed step";
     type Condition = fn(&Sandbox) -> bool;
     // The condition, its fact, and the advice for the first sandbox of it, `ID`.
@@ -42,7 +149,7 @@ fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
         let ids: Vec<&str> =
             all.iter().filter(|one| has_problem(one)).map(|one| one.id.as_str()).collect();
         if let Some(first) = ids.first() {
-            let fact = format!("{} {fact}: {}", ids.len(), ids.join(", "));
+            let fact = format!("{} {fact}: {}", ids.len(), named(&ids));
             findings.push(Finding::warn(SUBJECT, fact, advice.replace("ID", first)));
         }
     }
@@ -55,8 +162,64 @@ fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Level;
+    use containerd_api::protos::cri::PodSandboxState::SANDBOX_NOTREADY;
+    use protobuf::MessageField;
+    use protobuf::well_known_types::timestamp::Timestamp;
+
     use super::*;
+
+    #[test]
+    fn each_difference_between_cri_and_the_daemon_is_one_finding() {
+        let ours = |id: &str, state: &str| Sandbox {
+            id: id.to_owned(),
+            state: state.to_owned(),
+            created_at: MessageField::some(Timestamp { seconds: 1, ..Default::default() }),
+            ..Default::default()
+        };
+        let theirs = |id: &str, is_ready: bool, handler: &str| PodSandbox {
+            id: id.to_owned(),
+            state: if is_ready { SANDBOX_READY } else { SANDBOX_NOTREADY }.into(),
+            runtime_handler: handler.to_owned(),
+            ..Default::default()
+        };
+        let here = ["ready", "not ready", "created", "starting", "unknown", "quarantined"];
+        let mut here: Vec<Sandbox> = here.map(|state| ours(&format!("lone {state}"), state)).into();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+        let mut young = ours("young", "ready");
+        young.created_at.mut_or_insert_default().seconds = now.try_into().unwrap();
+        here.push(young);
+        here.extend([ours("same", "ready"), ours("runs", "ready"), ours("ended", "not ready")]);
+        let there = [
+            theirs("same", true, "runc-pause"),
+            theirs("runs", false, "runc-pause"),
+            theirs("ended", true, "runc-pause"),
+            theirs("missing", true, "runc-pause"),
+            theirs("of before the reboot", false, "runc-pause"),
+            theirs("of another sandboxer", true, "runc"),
+        ];
+        let found = differences(&here, &there, &["runc-pause".to_owned()]);
+        let found: Vec<_> = found.iter().map(|(kind, id)| (*kind, id.as_str())).collect();
+        let expected = [
+            (Difference::NotReadyInCri, "runs"),
+            (Difference::ReadyInCri, "ended"),
+            (Difference::UnknownHere, "missing"),
+            (Difference::UnknownToCri, "lone not ready"),
+            (Difference::UnknownToCri, "lone ready"),
+        ];
+        assert_eq!(found, expected);
+        let found = found.iter().map(|(kind, id)| (*kind, (*id).to_owned())).collect();
+        let findings = difference_findings(&found, "k3s.service");
+        let levels: Vec<_> = findings.iter().map(|finding| finding.level).collect();
+        assert_eq!(levels, [Level::Fail, Level::Warn, Level::Warn, Level::Warn], "{findings:?}");
+        assert!(findings[0].advice.starts_with("systemctl restart k3s.service"), "{findings:?}");
+        assert!(difference_findings(&BTreeSet::new(), "").is_empty());
+    }
+
+    #[test]
+    fn many_ids_are_shortened() {
+        assert_eq!(named(&["a", "b"]), "a, b");
+        assert_eq!(named(&["a"; 11]), "a, a, a, a, a, a, a, a, a, a, …");
+    }
 
     #[test]
     fn each_kind_of_trouble_is_one_finding() {
@@ -67,10 +230,10 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(
-            sandbox_findings(&[sandbox("ready", 0), sandbox("not ready", 0)])[0].fact,
+            examine(&[sandbox("ready", 0), sandbox("not ready", 0)])[0].fact,
             "1 of 2 are ready"
         );
-        let findings = sandbox_findings(&[
+        let findings = examine(&[
             sandbox("quarantined", 0),
             sandbox("unknown", 0),
             sandbox("not ready", 3),

@@ -3,40 +3,48 @@
 
 use super::super::Finding;
 use super::{NodeContainerd, SUBJECT};
-use base::config::Config;
+use crate::client::TIMEOUT;
 use containerd_api::cri::CriClient;
+
+/// The answer of CRI.
+pub(super) enum Answer {
+    /// No containerd runs with the examined file.
+    NotAsked,
+    /// It does not answer.
+    None(Finding),
+    /// It answers; a finding if it has not loaded all handlers.
+    Loaded(Option<Finding>),
+}
 
 /// Asks CRI for its runtime handlers. `ours` are those of the merged config that name this
 /// sandboxer.
-pub(super) async fn examine(
-    node: &NodeContainerd,
-    ours: &[String],
-    config: &Config,
-) -> Vec<Finding> {
-    if !node.runs_with_file || ours.is_empty() {
-        // The finding of the socket, or of the config, says so; or the file is not containerd's.
-        return Vec::new();
+pub(super) async fn ask(node: &NodeContainerd, ours: &[String], cri: &CriClient) -> Answer {
+    if !node.runs_with_file {
+        // The finding of the socket says so; or the file is not containerd's.
+        return Answer::NotAsked;
     }
-    match CriClient::new(&config.containerd_address).status().await {
-        Ok(status) => loaded_findings(ours, &CriClient::handlers_of(status), &node.unit),
-        Err(step) => vec![Finding::warn(
-            SUBJECT,
-            step.to_string(),
-            format!("its runtime handlers are unknown: see journalctl -u {}", node.unit),
-        )],
-    }
+    let reason = match tokio::time::timeout(TIMEOUT, cri.status()).await {
+        Ok(Ok(status)) => {
+            let known = CriClient::handlers_of(status);
+            return Answer::Loaded(loaded_finding(ours, &known, &node.unit));
+        }
+        Ok(Err(step)) => step.to_string(),
+        Err(_) => format!("CRI does not respond within {} s", TIMEOUT.as_secs()),
+    };
+    let advice = format!("see journalctl -u {0}; then systemctl restart {0}", node.unit);
+    Answer::None(Finding::fail(SUBJECT, format!("{reason}, so no pod can start"), advice))
 }
 
-fn loaded_findings(ours: &[String], known: &[String], unit: &str) -> Vec<Finding> {
+fn loaded_finding(ours: &[String], known: &[String], unit: &str) -> Option<Finding> {
     // A containerd that names none has not said which it has.
     let lacks = |name: &&String| !known.is_empty() && !known.contains(name);
-    let finding = |name: &String| {
-        let fact = format!("has not loaded runtime handler {name:?} of its config");
-        let advice =
-            format!("systemctl restart {unit}, while the daemon responds; pods keep running");
-        Finding::fail(SUBJECT, fact, advice)
-    };
-    ours.iter().filter(lacks).map(finding).collect()
+    let lacking: Vec<String> = ours.iter().filter(lacks).map(|name| format!("{name:?}")).collect();
+    if lacking.is_empty() {
+        return None;
+    }
+    let fact = format!("has not loaded runtime handler {} of its config", lacking.join(", "));
+    let advice = format!("systemctl restart {unit}, while the daemon responds; pods keep running");
+    Some(Finding::fail(SUBJECT, fact, advice))
 }
 
 #[cfg(test)]
@@ -46,15 +54,15 @@ mod tests {
 
     #[test]
     fn a_handler_that_is_only_in_the_files_is_a_failure() {
-        let findings = |known: &[&str]| {
+        let finding = |known: &[&str]| {
             let known: Vec<String> = known.iter().map(|name| (*name).to_owned()).collect();
-            loaded_findings(&["runc-pause".to_owned()], &known, "k3s.service")
+            loaded_finding(&["a", "b"].map(str::to_owned), &known, "k3s.service")
         };
-        assert!(findings(&["", "runc", "runc-pause"]).is_empty());
-        let lacks = &findings(&["", "runc"])[0];
+        assert_eq!(finding(&["", "runc", "a", "b"]), None);
+        let lacks = finding(&["", "runc"]).unwrap();
         assert_eq!(lacks.level, Level::Fail);
-        assert_eq!(lacks.fact, "has not loaded runtime handler \"runc-pause\" of its config");
+        assert_eq!(lacks.fact, "has not loaded runtime handler \"a\", \"b\" of its config");
         assert!(lacks.advice.starts_with("systemctl restart k3s.service"), "{lacks}");
-        assert!(findings(&[]).is_empty());
+        assert_eq!(finding(&[]), None);
     }
 }

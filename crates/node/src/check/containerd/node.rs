@@ -11,7 +11,7 @@ use super::config;
 use super::enabled;
 use super::files::Main;
 use super::running::{ContainerdProgram, Flags, Running};
-use super::same_file;
+use super::{Release, same_file};
 
 /// The program to examine if none runs.
 const CONTAINERD: &str = "containerd";
@@ -131,10 +131,17 @@ impl NodeContainerd {
     /// Fails unless the program is a containerd that supports external sandboxers.
     ///
     /// # Errors
-    /// The version and the remedy, or why the program is no containerd.
+    /// The version, or why the program is no containerd, and the remedy.
     pub(crate) async fn supported(&self) -> Result<(), String> {
-        let (finding, supported) = super::examine_program(&self.program).await;
-        let why = [finding.fact, finding.advice].join("; ");
-        if supported { Ok(()) } else { Err(format!("containerd: {why}")) }
+        self.release().await.map(drop)
+    }
+
+    /// The release of the program.
+    ///
+    /// # Errors
+    /// As of [`NodeContainerd::supported`].
+    pub(crate) async fn release(&self) -> Result<Release, String> {
+        let (finding, release) = super::examine_program(&self.program).await;
+        release.ok_or_else(|| format!("containerd: {}; {}", finding.fact, finding.advice))
     }
 }

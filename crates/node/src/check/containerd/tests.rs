@@ -139,12 +139,6 @@ fn each_fault_is_one_finding_with_advice() {
             "containerd_address = \"/x\"",
         ),
         (
-            "version = 3",
-            "version = 3\ndisabled_plugins = [\"cri\"]",
-            "cri is disabled",
-            "disabled_plugins",
-        ),
-        (
             "[proxy_plugins.mine]",
             "plugins.\"io.containerd.cri.v1.runtime\".restrict_oom_score_adj = true\n\
              [proxy_plugins.mine]",
@@ -179,24 +173,27 @@ fn a_handler_whose_runtime_cannot_be_served_is_a_failure() {
 
 #[test]
 fn containerd_versions_are_rated() {
-    let level = |version: &str| {
-        super::version(&format!("containerd github.com/containerd/containerd/v2 {version} abc\n"))
-            .level
+    let rated = |version: &str| {
+        let printed = format!("containerd github.com/containerd/containerd/v2 {version} abc\n");
+        let (finding, release) = super::version(&printed);
+        (finding.level, release)
     };
-    assert_eq!(level("2.1.9"), Level::Ok);
-    assert_eq!(level("v2.4.0-beta.0"), Level::Ok);
-    assert_eq!(level("1.7.27"), Level::Fail);
-    assert_eq!(level("9.0"), Level::Warn);
-    assert_eq!(super::version("").level, Level::Warn);
+    assert_eq!(rated("2.1.9"), (Level::Ok, Some((2, 1))));
+    assert_eq!(rated("v2.4.0-beta.0"), (Level::Ok, Some((2, 4))));
+    assert_eq!(rated("1.6.20~ds1"), (Level::Fail, None));
+    assert_eq!(rated("9.0"), (Level::Warn, Some((9, 0))));
+    assert_eq!(rated("odd").0, Level::Warn);
 }
 
 #[tokio::test]
 async fn a_program_that_is_not_there_is_reported() {
-    let (finding, is_containerd) =
-        examine_program(&ContainerdProgram::File("/nowhere/containerd".into())).await;
-    assert!(!is_containerd);
-    assert_eq!(finding.level, Level::Warn);
-    assert!(finding.fact.contains("/nowhere/containerd"), "{finding}");
+    for (path, reason) in
+        [("/nowhere/containerd", "No such file"), ("/bin/true", "so it is not containerd")]
+    {
+        let (finding, release) = examine_program(&ContainerdProgram::File(path.into())).await;
+        assert_eq!((finding.level, release), (Level::Fail, None), "{finding}");
+        assert!(finding.fact.contains(path) && finding.fact.contains(reason), "{finding}");
+    }
 }
 
 /// `enable` adopts containerd's directories, but it finds containerd by its address.
@@ -207,4 +204,30 @@ fn enable_does_not_correct_another_address() {
     let address = fault_with("grpc = { address = '/x/c.sock' }");
     assert_eq!(address.advice, "set containerd_address = \"/x/c.sock\"");
     assert!(fault_with("root = '/x'").advice.starts_with(ENABLE));
+}
+
+#[test]
+fn a_disabled_cri_is_a_failure_with_the_file_and_the_unit() {
+    let dir = tempfile::tempdir().unwrap();
+    let node = NodeContainerd::find(&Subject {
+        config: Config { containerd_address: dir.path().join("c.sock"), ..Config::default() },
+        containerd_config: Some("/etc/c.toml".into()),
+        containerd_program: None,
+    });
+    let found = |names: &[&str]| {
+        disabled(&toml::from_str(&format!("disabled_plugins = {names:?}")).unwrap(), &node)
+    };
+    // Docker's package has the first.
+    for name in ["cri", CRI_OF_2, RUNTIME, IMAGES] {
+        let finding = found(&["other", name]).unwrap();
+        assert_eq!(finding.level, Level::Fail);
+        assert_eq!(
+            finding.fact,
+            format!("CRI plugin {name} is disabled, so kubelet can run no pod")
+        );
+        let remedy = "remove it from disabled_plugins in /etc/c.toml or a file that it imports, then \
+                      systemctl restart containerd.service";
+        assert_eq!(finding.advice, remedy);
+    }
+    assert_eq!(found(&["other"]), None);
 }
