@@ -91,9 +91,9 @@ pub enum Command {
     /// (containerd has not read a change of its config), `pod`, and `config` (what `disable` would
     /// remove, which no pod needs). The exit status is 75 for `default` and `pod`.
     Disable(Disable),
-    /// Run a test pod with this handler and one with the default handler; remove both
+    /// Run a test pod with this handler, and remove it
     ///
-    /// Prints the duration of each step. Fails if a step fails, or if a test pod leaves resources
+    /// Prints the duration of each step. Fails if a step fails, or if the test pod leaves resources
     /// behind on the node. Does not affect other pods, and needs no registry.
     Selftest(SelftestOptions),
     /// Print settings as a config file
@@ -209,6 +209,9 @@ pub struct SelftestOptions {
     /// Runtime handler to test [default: the first one of this sandboxer]
     #[arg(long, value_name = "NAME")]
     pub handler: Option<String>,
+    /// Then run the same pod with the default handler, to compare the durations
+    #[arg(long)]
+    pub compare: bool,
     /// Use host networking for the test pods, for CNI plugins that look up the Pod object, such as
     /// Calico: the test creates no Pod object
     #[arg(long)]

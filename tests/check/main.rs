@@ -1,5 +1,5 @@
 //! `check` on nodes that are broken, each with a real containerd: the one problem that it prints,
-//! the remedy, the exit status, and that no pod starts where it says so.
+//! the remedy, the exit status, and that no pod starts where it says so. `selftest` on such nodes.
 
 #![allow(
     clippy::unwrap_used,
@@ -13,6 +13,7 @@ mod containerd;
 mod daemon;
 mod machine;
 mod programs;
+mod selftest;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -77,6 +78,13 @@ fn main() -> ExitCode {
         let runtime = runtime.clone();
         trials.push(Trial::test(node.name, move || {
             runtime.block_on(is_found(&node)).map_err(|e| Failed::from(format!("{e:#}")))
+        }));
+    }
+    for (name, case) in selftest::all() {
+        let runtime = runtime.clone();
+        trials.push(Trial::test(name, move || {
+            let run = async { case(Bench::start().await?).await };
+            runtime.block_on(run).map_err(|e| Failed::from(format!("{e:#}")))
         }));
     }
     libtest_mimic::run(&arguments, trials).exit_code()

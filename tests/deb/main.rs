@@ -135,7 +135,7 @@ fn selftest() {
     let before = quiet(RESOURCES);
     assert!(before.contains(kit::TEST_IMAGE), "the images are not listed:\n{before}");
     // Its default timeout is that of a machine that is not emulated.
-    let table = run("pause-sandboxer selftest --timeout 600");
+    let table = run("pause-sandboxer selftest --compare --timeout 600");
     let mut rows = table.lines();
     let head: Vec<&str> = rows.next().unwrap_or_default().split_whitespace().collect();
     assert_eq!(head, ["STEP", HANDLER, "runc"], "{table}");

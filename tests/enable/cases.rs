@@ -349,9 +349,9 @@ async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
     node.start_sandboxer().await?;
     let etc = Etc { node: node.clone() };
     // The node's first pod makes directories that stay.
-    etc.run_beside(&["selftest"]).await?.well()?;
+    etc.run_beside(&["selftest", "--compare"]).await?.well()?;
     let before = node.snapshot()?;
-    let said = etc.run_beside(&["selftest"]).await?.well()?;
+    let said = etc.run_beside(&["selftest", "--compare"]).await?.well()?;
     for part in ["STEP", "run the sandbox", "run a command in it", "remove the sandbox"] {
         ensure!(said.contains(part), "{part} is missing in {said}");
     }

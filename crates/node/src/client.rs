@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use protobuf::well_known_types::empty::Empty;
 use tokio::net::UnixStream;
 use ttrpc::Code;
 use ttrpc::asynchronous::Client as Connection;
@@ -11,7 +12,10 @@ use ttrpc::asynchronous::transport::Socket;
 use ttrpc::context;
 
 use crate::daemon_process::silence;
-use base::config::Config;
+use base::config::{CONTAINERD_NAMESPACE, Config};
+use base::error::StepError;
+use containerd_api::GrpcEndpoint;
+use containerd_api::protos::controller::ControllerShutdownRequest;
 use containerd_api::protos::inspect::{InspectRequest, ListRequest};
 use containerd_api::protos::inspect_ttrpc::InspectClient;
 
@@ -23,6 +27,9 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(2);
 /// Deadline passed to ttrpc: longer, as its own error for a deadline equals that of a lost
 /// connection.
 const DEADLINE: Duration = Duration::from_secs(2 * TIMEOUT.as_secs());
+
+/// Timeout for the removal of a sandbox.
+const REMOVED: Duration = Duration::from_secs(30);
 
 /// A failed call.
 #[derive(Debug, thiserror::Error)]
@@ -131,6 +138,17 @@ impl Client {
             },
         }
     }
+}
+
+/// Removes a sandbox, as containerd does. For one that containerd does not know.
+///
+/// # Errors
+/// The call failed.
+pub(crate) async fn remove_sandbox(config: &Config, id: &str) -> Result<(), StepError> {
+    let daemon = GrpcEndpoint::new(&config.socket, CONTAINERD_NAMESPACE);
+    let request = ControllerShutdownRequest { sandbox_id: id.to_owned(), ..Default::default() };
+    let method = "containerd.services.sandbox.v1.Controller/Shutdown";
+    Ok(daemon.call::<Empty>("remove sandbox", method, &request, REMOVED).await.map(drop)?)
 }
 
 fn late(socket: &Path, state_dir: &Path) -> ClientError {

@@ -17,7 +17,7 @@ use containerd_api::images::{ImageBlob, ImageInMemory};
 pub const NAME: &str = "localhost/pause-sandboxer/pause:1";
 
 /// User and group that the program runs as, as from most pause images.
-const USER: &str = "65535:65535";
+pub(crate) const USER: &str = "65535:65535";
 
 const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";

@@ -1,40 +1,35 @@
-//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, and then one of the default
-//! handler.
+//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, and on request the same pod
+//! of the default handler, to compare the times.
 //!
-//! The image is made in memory and imported, so that no registry is needed. Names have a random
+//! The images are made in memory and imported, so that no registry is needed. Names have a random
 //! part, so that pods of the node are not affected. The test removes its own resources, also after
 //! a signal, a failure or the deadline. At the end no mount, cgroup, process, network namespace,
 //! CNI result or file with the name of the pod may exist.
 
 use std::path::PathBuf;
 use std::pin::{Pin, pin};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use toml::{Table, Value};
 
 use crate::check::Subject;
-use crate::check::containerd::{self as node, NodeContainerd};
+use crate::check::containerd::{self as node, NodeContainerd, pause_image};
+use crate::client::Client;
 use crate::stop_signal;
 use base::error::{IoContext as _, StepError, StepErrors};
 use containerd_api::cri::CriClient;
 
+mod column;
 mod image;
 mod machine;
 mod pod;
 
-use pod::{PodPlan, TestPod, Timing};
-
-/// Timeout for the resources of a removed pod to disappear.
-const SETTLED: Duration = Duration::from_secs(15);
+use column::{Column, column, table};
+use image::PauseImage;
+use pod::PodPlan;
 
 /// Where runc's shims have the state of containers, unless a handler's `Root` is set.
 const RUNC_ROOT: &str = "/run/containerd/runc";
-
-/// Polling interval of the check for leftover resources.
-const INTERVAL: Duration = Duration::from_millis(100);
-
-/// Maximum number of attempts: kubelet removes pods without an API object, such as the test pod.
-const ATTEMPTS: usize = 5;
 
 /// Why the test failed: a step, a requirement, a signal, the deadline, or what it left.
 #[derive(Debug, thiserror::Error)]
@@ -60,22 +55,18 @@ pub struct Selftest {
     pub subject: Subject,
     /// The executable of the containers.
     pub program: &'static [u8],
+    /// The executable of a pause image.
+    pub pause_program: &'static [u8],
     /// The runtime handler; `None`: the first one of this sandboxer.
     pub handler: Option<String>,
+    /// Also run a pod of the default handler.
+    pub compare: bool,
     /// Give the pods the node's network.
     pub host_network: bool,
     /// A command of the shell that restarts the sandboxer while the pod runs.
     pub restart: Option<String>,
     /// Deadline of all steps.
     pub within: Duration,
-}
-
-/// The outcome of one handler's pod.
-struct Column {
-    handler: String,
-    timings: Vec<Timing>,
-    /// The step that failed, and why.
-    failed: Option<(&'static str, SelftestError)>,
 }
 
 /// The outcome of a test whose pods were started.
@@ -87,10 +78,10 @@ pub struct SelftestReport {
     pub failed: Option<SelftestError>,
 }
 
-/// Runs the test. `say` gets a line for each retry.
+/// Runs the test. `say` gets a line for each retry, and for a pause image that is missing.
 ///
 /// # Errors
-/// No pod was started. If the image may be left, the error says so.
+/// The node has no daemon, no supported containerd or no runtime handler for the test.
 pub async fn run(
     wanted: &Selftest,
     say: &mut dyn FnMut(String),
@@ -98,27 +89,92 @@ pub async fn run(
     if !nix::unistd::geteuid().is_root() {
         return Err(SelftestError("must run as root".to_owned()));
     }
-    let containerd = NodeContainerd::find(&wanted.subject);
-    let merged = containerd.dump().await?;
-    let (ours, others) = handlers(wanted, &merged, &containerd)?;
-    let mut stop = pin!(stopped(wanted.within)?);
     let config = &wanted.subject.config;
+    let containerd = NodeContainerd::find(&wanted.subject);
+    let release = containerd.release().await?;
+    let merged = containerd.dump().await?;
+    let (ours, other) = handlers(wanted, &merged, &containerd)?;
+    // Without a daemon each call of the test would wait for its timeout.
+    let listed = async { Client::connect(config).await?.list(false).await };
+    listed.await.map_err(|e| e.to_string())?;
+    let mut stop = pin!(stopped(wanted.within)?);
     let cri = CriClient::new(&config.containerd_address);
-    let (has_network, image) = prepare(wanted, &cri, stop.as_mut()).await?;
+    let needed = needed_image(&merged, release, &ours, other.is_some());
+    let mut pause = None;
+    let tested = async {
+        if let Some(name) = needed
+            && unless_stopped(stop.as_mut(), cri.image(&name)).await?.is_none()
+        {
+            say(without_image(&name, &containerd.enable_command()));
+            let image = pause.insert(PauseImage::new(&name, wanted.pause_program)?);
+            unless_stopped(stop.as_mut(), image.import(config)).await?;
+        }
+        test_pods(wanted, &cri, &merged, (&ours, other.as_deref()), stop.as_mut(), say).await
+    };
+    let tested = tested.await;
+    let removed = match &pause {
+        Some(image) => image.remove(config).await,
+        None => Ok(()),
+    };
+    let (table, failed) = match tested {
+        Ok(report) => (report.table, report.failed),
+        Err(failed) => (String::new(), Some(failed)),
+    };
+    let failed = after_removal(failed, removed.map_err(StepErrors::from)).err();
+    Ok(SelftestReport { table, failed })
+}
+
+/// The pause image that the test's pods need.
+fn needed_image(
+    merged: &Table,
+    release: node::Release,
+    ours: &str,
+    is_compared: bool,
+) -> Option<String> {
+    if is_compared {
+        return pause_image::name(merged);
+    }
+    let handler = node::runtime_table(merged, node::RUNTIME)?.get(ours)?.as_table();
+    pause_image::needed(merged, release, handler.into_iter())
+}
+
+/// The line about a pause image that the node lacks. `command` repeats the last `enable`.
+fn without_image(name: &str, command: &str) -> String {
+    let offline = if command.contains("--offline") { "" } else { " --offline" };
+    format!(
+        "pause image {name} is not on the node: the test imports one under this name, and removes \
+         it; without it pods start only if a registry has it: `{command}{offline}` imports it for \
+         good"
+    )
+}
+
+/// The pods of the test, in its image.
+///
+/// # Errors
+/// No pod was started. If the image may be left, the error says so.
+async fn test_pods(
+    wanted: &Selftest,
+    cri: &CriClient,
+    merged: &Table,
+    (ours, other): (&str, Option<&str>),
+    mut stop: Pin<&mut impl Future<Output = String>>,
+    say: &mut dyn FnMut(String),
+) -> Result<SelftestReport, SelftestError> {
+    let (has_network, image) = prepare(wanted, cri, stop.as_mut()).await?;
     let plan = |handler: &str, restart: Option<String>| PodPlan {
         handler: handler.to_owned(),
-        systemd_cgroup: option_of(&merged, handler, "SystemdCgroup")
+        systemd_cgroup: option_of(merged, handler, "SystemdCgroup")
             .and_then(Value::as_bool)
             .unwrap_or_default(),
-        runc_root: runc_root(&merged, handler),
+        runc_root: runc_root(merged, handler),
         own_network: has_network && !wanted.host_network,
         image: image.clone(),
         restart,
     };
     let mut columns =
-        vec![column(wanted, &cri, plan(&ours, wanted.restart.clone()), stop.as_mut(), say).await];
-    if let (Some(other), None) = (others, &columns[0].failed) {
-        columns.push(column(wanted, &cri, plan(&other, None), stop.as_mut(), say).await);
+        vec![column(wanted, cri, plan(ours, wanted.restart.clone()), stop.as_mut(), say).await];
+    if let (Some(other), None) = (other, &columns[0].failed) {
+        columns.push(column(wanted, cri, plan(other, None), stop.as_mut(), say).await);
     }
     let removed = cri.remove_image(&image).await;
     let table = table(&columns);
@@ -128,13 +184,6 @@ pub async fn run(
         table,
         failed: after_removal(failed, removed.map_err(StepErrors::from)).err(),
     })
-}
-
-impl Column {
-    fn failure(self) -> Option<SelftestError> {
-        let (step, reason) = self.failed?;
-        Some(SelftestError(format!("runtime handler {}, step {step}: {reason}", self.handler)))
-    }
 }
 
 /// Adds the failed removal of the test's resources to the failure of the test, if it has failed.
@@ -212,7 +261,7 @@ fn handlers(
         })?,
     };
     let default = if known.default.is_empty() { "runc".to_owned() } else { known.default };
-    let other = Some(default).filter(|default| !known.ours.contains(default));
+    let other = Some(default).filter(|default| wanted.compare && !known.ours.contains(default));
     Ok((ours, other))
 }
 
@@ -239,99 +288,6 @@ fn stopped(within: Duration) -> Result<impl Future<Output = String>, StepError> 
     })
 }
 
-/// One handler's pod, repeated while another program ends it.
-async fn column(
-    wanted: &Selftest,
-    cri: &CriClient,
-    plan: PodPlan,
-    mut stop: Pin<&mut impl Future<Output = String>>,
-    say: &mut dyn FnMut(String),
-) -> Column {
-    let handler = plan.handler.clone();
-    let mut attempt = 0;
-    loop {
-        attempt += 1;
-        let mut pod = match TestPod::new(cri.clone(), plan.clone()) {
-            Ok(pod) => pod,
-            Err(step) => {
-                let failed = Some(("make the pod's name", step.into()));
-                return Column { handler, timings: Vec::new(), failed };
-            }
-        };
-        let mut is_stopped = false;
-        let done = tokio::select! {
-            done = pod.run() => done,
-            reason = stop.as_mut() => {
-                is_stopped = true;
-                Err(SelftestError(reason))
-            }
-        };
-        let was_ended = done.is_err() && !is_stopped && pod.was_ended().await;
-        let removed = remove_until_gone(wanted, &mut pod).await;
-        if was_ended && removed.is_ok() && attempt < ATTEMPTS {
-            say(format!(
-                "another program, usually kubelet, stopped the test pod of {handler}; retrying \
-                 (attempt {} of {ATTEMPTS})",
-                attempt + 1
-            ));
-            continue;
-        }
-        let step = pod.last_step();
-        let failed = after_removal(done.err(), removed).err().map(|reason| (step, reason));
-        return Column { handler, timings: pod.timings().to_vec(), failed };
-    }
-}
-
-/// Removes the pod, and waits until no resource on the machine has its name.
-async fn remove_until_gone(wanted: &Selftest, pod: &mut TestPod) -> Result<(), StepErrors> {
-    let begun = Instant::now();
-    loop {
-        let removed = pod.clean_up().await;
-        let (words, paths) = pod.identity(&wanted.subject.config);
-        let left = machine::traces(&words, &paths);
-        if removed.is_ok() && left.is_empty() {
-            return Ok(());
-        }
-        if begun.elapsed() > SETTLED {
-            let mut steps = StepErrors::default();
-            steps.check_all(removed);
-            if !left.is_empty() {
-                let left: Vec<String> = left.into_iter().collect();
-                let reason = std::io::Error::other(left.join(", "));
-                steps.check(Err(StepError::new("leftover resources", reason)));
-            }
-            return Err(steps);
-        }
-        tokio::time::sleep(INTERVAL).await;
-    }
-}
-
-/// The times in a table: a row for each step of the first column.
-fn table(columns: &[Column]) -> String {
-    let width = columns.iter().map(|column| column.handler.len()).max().unwrap_or_default().max(10);
-    let mut text = format!("{:<24}", "STEP");
-    for column in columns {
-        text += &format!("  {:>width$}", column.handler);
-    }
-    text.push('\n');
-    for (step, _) in columns.first().map_or(&[][..], |first| &first.timings) {
-        text += &format!("{step:<24}");
-        for column in columns {
-            let time = column.timings.iter().find(|(name, _)| name == step);
-            let time = time.map(|(_, time)| format!("{:.1} ms", time.as_secs_f64() * 1000.0));
-            text += &format!("  {:>width$}", time.unwrap_or_else(|| "-".to_owned()));
-        }
-        text.push('\n');
-    }
-    for column in columns {
-        match &column.failed {
-            None => text += &format!("{}: no leftover resources\n", column.handler),
-            Some((step, _)) => text += &format!("{}: failed in step {step}\n", column.handler),
-        }
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -339,32 +295,6 @@ mod tests {
     use base::config::Config;
 
     use super::*;
-
-    #[test]
-    fn the_table_has_a_row_for_each_step() {
-        let column = |handler: &str, timings: &[Timing], failed| Column {
-            handler: handler.to_owned(),
-            timings: timings.to_vec(),
-            failed,
-        };
-        let ms = Duration::from_millis;
-        let failed = || SelftestError("no image".to_owned());
-        let columns = [
-            column("runc-pause", &[("a", ms(1)), ("b", ms(1500))], None),
-            column("runc", &[("a", ms(20))], Some(("b", failed()))),
-        ];
-        let shown = table(&columns);
-        let lines: Vec<Vec<&str>> =
-            shown.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(lines[0], ["STEP", "runc-pause", "runc"]);
-        assert_eq!(lines[1], ["a", "1.0", "ms", "20.0", "ms"]);
-        assert_eq!(lines[2], ["b", "1500.0", "ms", "-"]);
-        let end = "runc-pause: no leftover resources\nrunc: failed in step b\n";
-        assert!(shown.ends_with(end), "{shown}");
-        // The second handler's failure is one of the test.
-        let failed = columns.into_iter().find_map(Column::failure).unwrap();
-        assert_eq!(failed.to_string(), "runtime handler runc, step b: no image");
-    }
 
     /// Serves gRPC at a socket: success for the methods of these names, no answer for others.
     fn serve(address: &Path, answered: &'static [&'static str]) {
@@ -404,7 +334,9 @@ mod tests {
             let wanted = Selftest {
                 subject: Subject { config, containerd_config: None, containerd_program: None },
                 program: b"",
+                pause_program: b"",
                 handler: None,
+                compare: false,
                 host_network: false,
                 restart: None,
                 within: Duration::ZERO,

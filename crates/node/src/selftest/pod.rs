@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use protobuf::MessageField;
 
 use super::SelftestError;
+use crate::client::{self, Client};
 use crate::shell_command;
 use base::config::{CONTAINERD_NAMESPACE, CRI_PLUGIN_DIR, Config};
 use base::error::{IoContext as _, StepError, StepErrors, gone};
@@ -190,11 +191,12 @@ impl TestPod {
     ///
     /// # Errors
     /// The steps that failed.
-    pub(super) async fn clean_up(&mut self) -> Result<(), StepErrors> {
+    pub(super) async fn clean_up(&mut self, config: &Config) -> Result<(), StepErrors> {
         let mut steps = StepErrors::default();
         match self.cri.pods().await {
-            Ok(pods) => {
-                for pod in pods.into_iter().filter(|pod| pod.metadata.uid == self.uid) {
+            Ok(mut pods) => {
+                pods.retain(|pod| pod.metadata.uid == self.uid);
+                for pod in &pods {
                     self.sandbox = Some(pod.id.clone());
                     if let (None, Ok(status)) = (&self.network, self.cri.pod_status(&pod.id).await)
                     {
@@ -203,12 +205,28 @@ impl TestPod {
                     steps.check(self.cri.stop_pod(&pod.id).await);
                     steps.check(self.cri.remove_pod(&pod.id).await);
                 }
+                if pods.is_empty() {
+                    steps.check(self.remove_forgotten(config).await);
+                }
             }
             Err(step) => steps.check(Err(step)),
         }
         let removed = gone(std::fs::remove_dir_all(&self.logs));
         steps.check(removed.step_at("remove directory", &self.logs));
         steps.into_result()
+    }
+
+    /// Removes its sandbox where CRI has forgotten it: after a failure between Create and Start, such
+    /// as that of the pull of a pause image, CRI makes no call of the sandboxer.
+    async fn remove_forgotten(&mut self, config: &Config) -> Result<(), StepError> {
+        let listed = async { Client::connect(config).await?.list(false).await };
+        let all = listed.await.map_err(std::io::Error::other);
+        let all = all.step_at("list sandboxes of daemon", &config.socket)?;
+        for sandbox in all.into_iter().filter(|sandbox| sandbox.uid == self.uid) {
+            client::remove_sandbox(config, &sandbox.id).await?;
+            self.sandbox = Some(sandbox.id);
+        }
+        Ok(())
     }
 
     /// Whether another program, such as kubelet, has stopped it.
