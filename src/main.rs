@@ -38,8 +38,9 @@ impl From<String> for CommandFailure {
 impl From<config::ConfigError> for CommandFailure {
     fn from(error: config::ConfigError) -> Self {
         // clap exits with 2 as well.
-        let status = if matches!(error, config::ConfigError::Flag { .. }) { 2 } else { 1 };
-        Self { reason: error.to_string(), status }
+        let of_line =
+            matches!(error, config::ConfigError::Flag { .. } | config::ConfigError::Options(_));
+        Self { reason: error.to_string(), status: if of_line { 2 } else { 1 } }
     }
 }
 
@@ -105,7 +106,13 @@ async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
                 Format::Text => table::report(&report),
             })?;
         }
-        Command::Stats { once, interval, settings } => stats(once, interval, &settings).await?,
+        Command::Stats { output: Format::Json, settings, .. } => {
+            let all = Client::connect(&settings.load()?).await?.list(true).await?;
+            print(&pretty(&table::list_json(&all)))?;
+        }
+        Command::Stats { once, interval, settings, .. } => {
+            stats(once, interval, &settings).await?;
+        }
         Command::Check(options) => return check(&options).await,
         Command::Enable(options) => enable(&options).await?,
         Command::Disable(options) => return disable(&options).await,

@@ -63,6 +63,9 @@ pub enum Command {
     },
     /// Show the resource usage of the pods, refreshed every few seconds
     Stats {
+        /// Output format; JSON is printed once
+        #[arg(short, long, default_value = "text")]
+        output: Format,
         /// Print one table and exit; the default without a terminal
         #[arg(long)]
         once: bool,

@@ -143,6 +143,9 @@ fn a_sandbox_is_listed_inspected_and_measured() {
             || text.contains("pod:\n  name: web-0"),
         "{text}"
     );
+    let usage: serde_json::Value =
+        serde_json::from_str(&output_of(&scratch, &["stats", "-o", "json"])).unwrap();
+    assert_eq!((&usage[0]["id"], usage.as_array().unwrap().len()), (&ID.into(), 1), "{usage}");
     let stats = output_of(&scratch, &["stats", "--once"]);
     assert!(stats.starts_with("sandboxes: 1, ready: 1; "), "{stats}");
     assert!(stats.lines().any(|line| line.starts_with("web-0  prod")), "{stats}");
