@@ -91,7 +91,7 @@ installer-image: ## the installer's image, an OCI archive in target/image; needs
 	mkdir -p $(IMAGES)
 	packaging/kubernetes/installer-image $(IMAGES)/pause-sandboxer-installer $(ARCHES)
 
-manifests: $(HELM) ## the manifests of the kustomizations, from the Helm chart
+manifests: $(HELM) ## the RuntimeClass for nodes with the package, from the Helm chart
 	packaging/kubernetes/generate $(HELM)
 
 $(RPM):
@@ -168,8 +168,8 @@ machete: $(MACHETE)
 $(MACHETE):
 	$(INSTALL) --debug --locked --root target/tools --version $(MACHETE_VERSION) cargo-machete
 
-# The chart renders what is committed, and other values render what Kubernetes' types accept.
-chart: $(HELM) ## check the Helm chart and the manifests of the kustomizations; needs Go
+# With many values the chart renders what Kubernetes' types accept.
+chart: $(HELM) ## check the Helm chart; needs Go
 	packaging/kubernetes/check-chart $(HELM)
 
 parts: ## fetch Debian's containerd for the tests; installs packages that the machine lacks
@@ -206,13 +206,14 @@ conformance: ## critest, kubelet's test suite of CRI, with both controllers; nee
 
 # One case with its name: KUBERNETES_CASES=deployment
 # Its image is of this architecture only, so that it must not replace one that is for publication.
-test-kubernetes: ## pods of every kind in a cluster, which it builds first; needs root, cgroup v1
+test-kubernetes: $(HELM) ## pods of every kind in a cluster, which it builds first; needs root, cgroup v1
 	$(MAKE) installer-image ARCHES=$$(dpkg --print-architecture) IMAGES=target/image/test
 	parts=$$(tests/kit/fetch-release $(LTS)) && \
 	kubernetes=$$(tests/kit/fetch-kubernetes $(KUBERNETES)) && \
 	tests/kit/build-tests kubernetes >/dev/null && \
 	echo "kubernetes env PARTS_DIR=$$parts KUBERNETES_DIR=$$kubernetes \
 		RESULTS_DIR=$(CURDIR)/target/results CARGO_NET_OFFLINE=true \
+		HELM=$(CURDIR)/$(HELM) \
 		INSTALLER_IMAGE=$(CURDIR)/target/image/test/pause-sandboxer-installer.oci.tar \
 		$(CARGO) test --locked --workspace --test kubernetes -- $(KUBERNETES_CASES)" | \
 		tests/kit/lanes 1 $(CURDIR)/target/suites/kubernetes

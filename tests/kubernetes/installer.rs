@@ -1,18 +1,19 @@
-//! The DaemonSets that install and remove the sandboxer, with the image that
-//! `packaging/kubernetes/installer-image` builds, which INSTALLER_IMAGE names. The node has no
-//! systemd: what the script and `enable` ask of `systemctl` is answered here.
+//! The Helm chart, which installs and removes the sandboxer, with the image that
+//! `packaging/kubernetes/installer-image` builds, which INSTALLER_IMAGE names, and the helm of HELM.
+//! The node has no systemd: what the script and `enable` ask of `systemctl` is answered here.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::Run;
 use crate::cluster::{Cluster, NODE, output, until};
@@ -33,9 +34,9 @@ const CONFIG: &str = "/etc/containerd/config.toml";
 /// Where systemd runs, this is there (sd_booted(3)).
 const BOOTED: &str = "/run/systemd/system";
 const IMPORTS: &str = "imports = [\"/etc/containerd/conf.d/*.toml\"]\n";
-const LEASE: &str = "pause-sandboxer-rollout";
-/// Of the pods of the DaemonSet.
-const LABEL: &str = "app.kubernetes.io/component=installer";
+const RELEASE: &str = "pause-sandboxer";
+/// Of the coordinator, its Jobs, and the pods of both.
+const LABEL: &str = "app.kubernetes.io/instance=pause-sandboxer";
 
 fn in_packaging(file: &str) -> String {
     format!("{ROOT}/packaging/{file}")
@@ -176,35 +177,22 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
         Ok(at(&builtin.get("pod/lives")?, "status.containerStatuses.0.containerID"))
     };
     let before = alive()?;
-    // Of another node: the installer waits for it.
-    cluster.apply(&json!({
-        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
-        "metadata": { "name": LEASE, "namespace": "kube-system" },
-        "spec": { "holderIdentity": "another" },
-    }))?;
-    cluster.kubectl(&["apply", "-k", &in_packaging("kubernetes")])?;
-    until("the installer waits for the Lease", LIMIT, || {
-        let logs = logs(cluster);
-        ensure!(logs.contains("waiting for node another"), "{logs}");
+    let chart = in_packaging("kubernetes/chart");
+    helm(cluster, &["install", RELEASE, &chart]).with_context(|| logs(cluster))?;
+    until("the rollout is complete", LIMIT * 2, || {
+        let jobs = objects(cluster, "jobs")?;
+        let complete = jobs.iter().any(|job| {
+            name(job).starts_with("pause-sandboxer-install-")
+                && job["status"]["succeeded"].as_u64() == Some(1)
+        });
+        ensure!(complete, "{}", logs(cluster));
         Ok(())
     })?;
-    cluster.kubectl(&["delete", "lease", "-n", "kube-system", LEASE])?;
-    let set = "daemonset/pause-sandboxer-installer";
-    let rolled = ["rollout", "status", "-n", "kube-system", set, "--timeout=180s"];
-    cluster.kubectl(&rolled).with_context(|| logs(cluster))?;
-    until("the node has the label", LIMIT, || {
-        let node: serde_json::Value =
-            serde_json::from_str(&cluster.kubectl(&["get", "node", NODE, "-o", "json"])?)?;
-        let label = &node["metadata"]["labels"]["pause-sandboxer/ready"];
-        ensure!(*label == "true", "{label}: {}", logs(cluster));
-        Ok(())
-    })?;
-    facts.add("label", "true");
-    let lease = ["get", "lease", "-n", "kube-system", "--ignore-not-found", "-o", "name"];
-    let lease = cluster.kubectl(&[&lease[..], &[LEASE]].concat())?;
-    facts.expect("lease after the rollout", lease.trim(), "")?;
-    // A command that the image lacks ends a script, which kubelet starts again.
-    facts.expect("restarts of the installer", restarts(cluster)?, "0")?;
+    let label = node(cluster)?["metadata"]["labels"]["pause-sandboxer/ready"].clone();
+    facts
+        .expect("label", label.as_str().unwrap_or("none"), "true")
+        .with_context(|| logs(cluster))?;
+    nothing_stays(cluster)?;
     for path in PLACED {
         ensure!(Path::new(path).exists(), "{path} is not there");
     }
@@ -212,43 +200,68 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     ours.run("installed", json!({ "containers": [sleeping("main")] }))?;
     facts.expect("pod of the class", ours.sh("installed", "hostname")?, "installed")?;
 
-    cluster.kubectl(&["delete", "runtimeclass", "runc-pause"])?;
-    cluster.kubectl(&["apply", "-k", &in_packaging("kubernetes/uninstaller")])?;
-    until("the uninstaller waits for the pod", LIMIT, || {
-        let logs = logs(cluster);
-        ensure!(logs.contains("waiting for what needs the sandboxer"), "{logs}");
-        Ok(())
-    })?;
-    facts.expect("pod while it waits", ours.sh("installed", "echo runs")?, "runs")?;
+    // It refuses while the pod needs the sandboxer, and changes nothing.
+    let refused = helm(cluster, &["uninstall", RELEASE, "--timeout=180s"]);
+    ensure!(refused.is_err(), "helm uninstall succeeds: {}", logs(cluster));
+    let said = logs(cluster);
+    ensure!(said.contains("need the sandboxer: ") && said.contains("/installed"), "{said}");
+    facts.expect("pod while it is refused", ours.sh("installed", "echo runs")?, "runs")?;
     ours.delete(&["pod/installed"])?;
-    until("the uninstaller is done", LIMIT, || {
-        let logs = logs(cluster);
-        ensure!(logs.contains("install.sh: done"), "{logs}");
-        Ok(())
-    })?;
-    cluster.kubectl(&rolled).with_context(|| logs(cluster))?;
-    facts.expect("restarts of the uninstaller", restarts(cluster)?, "0")?;
+    helm(cluster, &["uninstall", RELEASE, "--timeout=300s"]).with_context(|| logs(cluster))?;
     let left: Vec<&str> = PLACED.into_iter().filter(|path| Path::new(path).exists()).collect();
     facts.expect("left", left.join(" "), "")?;
-    facts
-        .expect("state", Path::new("/run/pause-sandboxer").exists(), "false")
-        .with_context(|| logs(cluster))?;
+    facts.expect("state", Path::new("/run/pause-sandboxer").exists(), "false")?;
+    let node = node(cluster)?;
+    for key in ["labels", "annotations"] {
+        ensure!(!node["metadata"][key].to_string().contains("pause-sandboxer/"), "{node}");
+    }
     cluster.kubelet_answers()?;
-    cluster.kubectl(&["delete", "-k", &in_packaging("kubernetes/uninstaller")])?;
     ensure!(before == alive()?, "the built-in's pod was restarted");
     builtin.delete(&["pod/lives"])?;
     facts.add("systemctl", systemctl.seen.lock().expect("no panic").join("; "));
     Ok(facts)
 }
 
-/// The log of the DaemonSet's pods.
-fn logs(cluster: &Cluster) -> String {
-    let logs = ["logs", "-n", "kube-system", "-l", LABEL, "--tail=100"];
-    cluster.kubectl(&logs).unwrap_or_else(|e| format!("{e:#}"))
+/// No pod of the chart runs: neither one with privileges nor one with the coordinator's account.
+fn nothing_stays(cluster: &Cluster) -> Result<()> {
+    until("no pod of the chart runs", LIMIT, || {
+        for pod in objects(cluster, "pods")? {
+            let phase = pod["status"]["phase"].as_str().unwrap_or_default();
+            ensure!(phase != "Running" && phase != "Pending", "{}: {phase}", name(&pod));
+        }
+        Ok(())
+    })
 }
 
-/// How often their containers have been restarted.
-fn restarts(cluster: &Cluster) -> Result<String> {
-    let path = "jsonpath={.items[*].status.containerStatuses[*].restartCount}";
-    cluster.kubectl(&["get", "pods", "-n", "kube-system", "-l", LABEL, "-o", path])
+fn node(cluster: &Cluster) -> Result<Value> {
+    Ok(serde_json::from_str(&cluster.kubectl(&["get", "node", NODE, "-o", "json"])?)?)
+}
+
+fn name(object: &Value) -> &str {
+    object["metadata"]["name"].as_str().unwrap_or_default()
+}
+
+/// The objects of this kind of the release.
+fn objects(cluster: &Cluster, kind: &str) -> Result<Vec<Value>> {
+    let list = cluster.kubectl(&["get", kind, "-n", "kube-system", "-l", LABEL, "-o", "json"])?;
+    let mut list: Value = serde_json::from_str(&list)?;
+    Ok(list["items"].as_array_mut().map(std::mem::take).unwrap_or_default())
+}
+
+fn helm(cluster: &Cluster, arguments: &[&str]) -> Result<String> {
+    let helm =
+        std::env::var_os("HELM").context("HELM is not set; `make test-kubernetes` sets it")?;
+    let mut command = Command::new(helm);
+    command.args(["-n", "kube-system"]).args(arguments);
+    for variable in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
+        command.env(variable, cluster.file("helm"));
+    }
+    command.env("KUBECONFIG", cluster.file("kubeconfig"));
+    output(command, b"")
+}
+
+/// The logs of the release's pods.
+fn logs(cluster: &Cluster) -> String {
+    let logs = ["logs", "-n", "kube-system", "-l", LABEL, "--tail=100", "--prefix"];
+    cluster.kubectl(&logs).unwrap_or_else(|e| format!("{e:#}"))
 }

@@ -1,4 +1,4 @@
-//! The script that the DaemonSets run, on the root of a node: what it installs, it removes.
+//! The script that changes a node, on the root of one: what it installs, it removes.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +10,7 @@ use super::kubernetes::DIR;
 
 mod daemon;
 mod default_handler;
-mod label;
+mod values;
 
 /// The commands of an installation that has nothing to change.
 const CHECKED: &str = "systemctl is-active pause-sandboxer.socket\n\
@@ -19,14 +19,13 @@ const CHECKED: &str = "systemctl is-active pause-sandboxer.socket\n\
     systemctl start pause-sandboxer.service\n\
     /usr/local/bin/pause-sandboxer enable --restart\n\
     /usr/local/bin/pause-sandboxer check\n\
-    label {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
+    /usr/local/bin/pause-sandboxer selftest\n";
 
 /// A pod that needs the sandboxer.
 const POD: &str = "pod: default/web (abc)\n";
 
 /// A node's root and what is done on it: commands are written down, `disable --check` prints
 /// what `needs` holds, or fails where there is `unknown`; the command that `fails` holds fails.
-/// Labels are written down as well.
 struct Node(tempfile::TempDir);
 
 impl Node {
@@ -46,16 +45,6 @@ impl Node {
         }
         fs::write(node.path("needs"), "").unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
-        // The token is received on stdin: every user reads the arguments of a process.
-        let curl = "#!/bin/sh\nnode=${0%/*}/..\n\
-            case \" $* \" in *' -H @- '*) cat >\"$node/header\" ;; esac\n\
-            for url; do case $url in *secret*) : >\"$node/leaked\" ;; esac; done\n\
-            [ \"$url\" = \"$SERVER/api/v1/nodes/node\" ] || exit 9\n\
-            while [ \"$1\" != -d ]; do shift; done\n\
-            echo \"label $2\" >>\"$node/asked\"\n";
-        fs::write(node.path("token"), "secret").unwrap();
-        fs::create_dir(node.path("bin")).unwrap();
-        kit::write_program(node.path("bin/curl"), curl.as_bytes()).unwrap();
         let stub = format!(
             "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; \
              *\" disable --check\") [ ! -e {0}/unknown ] || exit 1; cat {0}/needs; \
@@ -83,37 +72,26 @@ impl Node {
             .env("HOST", self.path("host"))
             .env("DIST", self.path("dist"))
             .env("ON_HOST", self.path("on-host"))
-            .env("ONCE", "1")
-            .env("ACCOUNT", self.0.path())
-            .env(
-                "PATH",
-                format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap()),
-            )
-            .env("SERVER", "https://api:443")
-            .env("KUBERNETES_SERVICE_HOST", "api")
-            .env("NODE_NAME", "node")
             .stdin(Stdio::null())
             .stderr(Stdio::null());
         command
     }
 
     /// An uninstallation must wait; it leaves everything in place, and what it says names `why`.
-    fn waits(&self, word: &str, why: &str) {
-        let output = self.script(word);
+    fn waits(&self, why: &str) {
+        let output = self.script("uninstall");
         let said = String::from_utf8(output.stdout).unwrap();
         // rollout.sh tries again after this status.
-        assert_eq!(output.status.code(), Some(75), "{word}: {said}");
-        assert!(said.contains(why), "{word}: {said}");
+        assert_eq!(output.status.code(), Some(75), "{said}");
+        assert!(said.contains(why), "{said}");
         assert!(self.path("host/usr/local/bin/pause-sandboxer").exists());
         let asked = fs::read_to_string(self.path("asked")).unwrap_or_default();
         assert!(!asked.contains("disable --restart") && !asked.contains("systemctl"), "{asked}");
     }
 
     fn ends(&self) {
-        for word in ["unneeded", "uninstall"] {
-            let output = self.script(word);
-            assert!(output.status.success(), "{word}: {output:?}");
-        }
+        let output = self.script("uninstall");
+        assert!(output.status.success(), "{output:?}");
         assert!(!self.path("host/usr/local/bin/pause-sandboxer").exists());
     }
 
@@ -128,7 +106,8 @@ impl Node {
     fn files(&self) -> BTreeSet<String> {
         let output = Command::new("find")
             .arg(self.path("host"))
-            .args(["-type", "f", "-printf", "%P\n"])
+            // The lock is on a tmpfs.
+            .args(["-type", "f", "!", "-name", "pause-sandboxer.installer", "-printf", "%P\n"])
             .output()
             .unwrap();
         String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
@@ -174,8 +153,6 @@ fn the_uninstaller_removes_everything_installed() {
             "{program}: {asked}"
         );
     }
-    assert!(node.script("ready").status.success());
-
     fs::create_dir_all(node.path("host/run/pause-sandboxer/shims")).unwrap();
     fs::write(node.path("host/run/pause-sandboxer/lock"), "1").unwrap();
     // Of an update that was interrupted.
@@ -229,9 +206,7 @@ fn containerd_is_changed_by_one_command() {
 fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
     let node = Node::new();
     assert!(node.script("install").status.success());
-    let mut before = node.files();
-    // The label is removed before anything else.
-    before.insert("var/lib/pause-sandboxer.unlabelled".to_owned());
+    let before = node.files();
     let uninstall = || {
         let _ = node.asked();
         let mut command = node.command("uninstall");
@@ -270,7 +245,7 @@ fn an_interrupted_installation_is_completed_by_the_next() {
         let node = Node::new();
         fs::write(node.path("fails"), step).unwrap();
         assert!(!node.script("install").status.success(), "{step}");
-        assert!(!node.asked().contains("label"), "{step}: not labelled");
+        let _ = node.asked();
         fs::write(node.path("fails"), "nothing").unwrap();
         let output = node.script("install");
         assert!(output.status.success(), "{output:?}");
@@ -292,71 +267,28 @@ fn an_uninstallation_waits_for_pods() {
     assert!(node.script("install").status.success());
     let _ = node.asked();
     fs::write(node.path("needs"), POD).unwrap();
-    for word in ["unneeded", "uninstall"] {
-        node.waits(word, POD.trim());
-    }
-    // The script labels no other node either.
-    assert!(!node.asked().contains("label"));
+    node.waits(POD.trim());
     fs::write(node.path("needs"), "").unwrap();
     node.ends();
-    // A kubelet that is restarted without the label would have ended the pod: it went after the
-    // last look, and before the daemon.
     let asked = node.asked();
     let at = |part: &str| asked.find(part).unwrap_or_else(|| panic!("{part} is not in\n{asked}"));
-    assert!(
-        at("ready\":null") < asked.rfind("pause-sandboxer disable --check").unwrap()
-            && at("disable --check") < at("ready\":null"),
-        "{asked}"
-    );
-    assert!(
-        asked.rfind("pause-sandboxer disable --check").unwrap() < at("systemctl disable"),
-        "{asked}"
-    );
+    assert!(at("pause-sandboxer disable --check") < at("systemctl disable"), "{asked}");
 }
 
-/// A pod that comes between the last look and the removal of the label has its label back while it
-/// is waited for.
+/// rollout.sh takes the label from a node only after this status.
 #[test]
-fn a_pod_that_arrives_while_the_label_is_removed_restores_it() {
-    let node = Node::new();
-    assert!(node.script("install").status.success());
-    let _ = node.asked();
-    let curl = node.path("bin/curl");
-    let script = fs::read_to_string(&curl).unwrap();
-    let pod = "\ncase $2 in *null*) [ -e \"$0.come\" ] || echo 'pod: default/web (abc)' \
-        >\"${0%/*}/../needs\"; : >\"$0.come\" ;; esac\n";
-    fs::write(&curl, script + pod).unwrap();
-    node.waits("uninstall", POD.trim());
-    let asked = node.asked();
-    assert!(
-        asked.find("ready\":null").unwrap() < asked.find("ready\":\"true\"").unwrap(),
-        "{asked}"
-    );
-    fs::write(node.path("needs"), "").unwrap();
-    node.ends();
-    assert!(node.asked().contains("ready\":null"));
-}
-
-/// A broken node reports its state correctly, and loses no pod.
-#[test]
-fn a_failed_check_takes_no_label_from_a_node_with_pods() {
-    for (needs, label) in [("", true), (POD, false)] {
+fn a_node_on_which_pods_cannot_run_has_a_status_of_its_own() {
+    for step in ["check", "selftest"] {
         let node = Node::new();
-        fs::write(node.path("needs"), needs).unwrap();
-        fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer check").unwrap();
+        fs::write(node.path("fails"), format!("/usr/local/bin/pause-sandboxer {step}")).unwrap();
         let output = node.command("install").stderr(Stdio::piped()).output().unwrap();
-        assert!(!output.status.success(), "{output:?}");
+        assert_eq!(output.status.code(), Some(76), "{output:?}");
         let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(node.asked().contains("\"pause-sandboxer/ready\":\"false\""), label, "{said}");
-        assert!(
-            said.contains(if label {
-                "has the label pause-sandboxer/ready=false"
-            } else {
-                "the label is unchanged"
-            }),
-            "{said}"
-        );
+        assert!(said.contains("pods cannot run"), "{said}");
     }
+    let node = Node::new();
+    fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer enable --restart").unwrap();
+    assert_eq!(node.script("install").status.code(), Some(1));
 }
 
 #[test]
@@ -366,9 +298,7 @@ fn an_uninstallation_waits_while_the_handler_is_the_default() {
     let _ = node.asked();
     let default = "default: runc-pause is containerd's default handler";
     fs::write(node.path("needs"), format!("{default}\n")).unwrap();
-    for word in ["unneeded", "uninstall"] {
-        node.waits(word, default);
-    }
+    node.waits(default);
     fs::write(node.path("needs"), "config: runtime handler runc-pause\n").unwrap();
     node.ends();
 }
@@ -380,10 +310,8 @@ fn an_uninstallation_fails_while_it_is_unknown_what_needs_the_sandboxer() {
     assert!(node.script("install").status.success());
     let before = node.files();
     fs::write(node.path("unknown"), "").unwrap();
-    for word in ["unneeded", "uninstall"] {
-        assert_eq!(node.script(word).status.code(), Some(1), "{word}");
-        assert_eq!(node.files(), before, "{word}");
-    }
+    assert_eq!(node.script("uninstall").status.code(), Some(1));
+    assert_eq!(node.files(), before);
     fs::remove_file(node.path("unknown")).unwrap();
     node.ends();
     // Without the program its records count.
@@ -401,18 +329,14 @@ fn a_node_with_the_package_is_left_alone() {
     fs::create_dir_all(node.path("host/usr/bin")).unwrap();
     fs::write(node.path("host/usr/bin/pause-sandboxer"), "").unwrap();
     let before = node.files();
-    for word in ["install", "unneeded", "uninstall"] {
+    for word in ["install", "uninstall"] {
         let output = node.script(word);
-        // A pod that fails would hold up the other nodes.
-        assert!(output.status.success(), "{output:?}");
+        // It is no failure, and the node gets no label.
+        assert_eq!(output.status.code(), Some(77), "{output:?}");
         assert!(
             String::from_utf8_lossy(&output.stdout).contains("this node has the package"),
             "{output:?}"
         );
         assert_eq!((node.asked().as_str(), node.files()), ("", before.clone()), "{word}");
     }
-    // Its daemon is not of the DaemonSet: one that is stopped does not stop the update either.
-    fs::write(node.path("fails"), "*list").unwrap();
-    assert!(node.script("ready").status.success());
-    assert_eq!(node.asked(), "");
 }

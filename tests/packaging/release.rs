@@ -127,6 +127,7 @@ fn the_image_has_what_the_scripts_need() {
         ("packaging/systemd/pause-sandboxer.socket", true),
         ("packaging/kubernetes/install.sh", false),
         ("packaging/kubernetes/rollout.sh", false),
+        ("packaging/kubernetes/plan.jq", false),
     ] {
         assert!(sources.contains(source), "{source}");
         let name = source.rsplit('/').next().unwrap();

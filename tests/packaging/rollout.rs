@@ -1,397 +1,500 @@
-//! The script that runs the installation on one node after the other, with an API server and an
-//! `install.sh` of the test.
+//! The script that installs and removes the sandboxer on the nodes of a cluster, with an API server
+//! of the test.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
 
 use super::kubernetes::DIR;
 
-/// Creates, shows and deletes the one Lease, with the preconditions of the request; where there is
-/// the file `refuses`, answers 500. After a GET of it `swapped-at-get` replaces the Lease. Notes
-/// the requests, the header of stdin, and whether an argument has the token.
-const CURL: &str = r#"#!/bin/sh
-case " $* " in *' -H @- '*) cat >"$CLUSTER/header" ;; esac
-case $* in *secret*) : >"$CLUSTER/leaked" ;; esac
-while [ $# -gt 0 ]; do
-    case $1 in
-    -X) method=$2 ;;
-    --data) data=$2 ;;
-    --output) output=$2 ;;
-    esac
-    last=$1
-    shift
-done
-leases=$SERVER/apis/coordination.k8s.io/v1/namespaces/system/leases
-case "$method $last" in
-"POST $leases" | "GET $leases/rollout" | "DELETE $leases/rollout") ;;
-*) exit 9 ;;
-esac
-cd "$CLUSTER"
-echo "$method" >>requests
-if [ -e refuses ]; then
-    echo refused >"$output"
-    printf 500
-    exit 0
-fi
-case $method in
-POST)
-    made='"metadata":{"uid":"lease-'$$'","resourceVersion":"'$$'",'
-    data=$(echo "$data" | sed "s/\"metadata\":{/$made/")
-    (set -C; echo "$data" >lease) 2>/dev/null && printf 201 || printf 409
-    ;;
-GET)
-    # For curl the server indents.
-    text=$(cat lease 2>/dev/null) || { printf 404; exit 0; }
-    echo "$text" | sed 's/[,{]/&\n  /g; s/":/": /g' >"$output" && printf 200
-    [ ! -e swapped-at-get ] || mv swapped-at-get lease
-    ;;
-DELETE)
-    wanted=$(echo "$data" | sed -n 's/.*"preconditions":{\(.*\)}}$/\1/p')
-    [ -n "$wanted" ] || exit 9
-    if [ ! -e lease ]; then
-        printf 404
-    elif grep -qF "$wanted," lease; then
-        rm lease && printf 200
-    else
-        printf 409
-    fi
-    ;;
-esac
-"#;
+mod api;
 
-/// The command notes each run; it fails on the node that the file `fails` names, and if two run at
-/// once.
-/// While it runs `swapped-at-work` replaces the Lease. A node needs the sandboxer while there is
-/// `pods-NODE`, which `arrives` becomes when the removal begins.
-const INSTALL: &str = r#"#!/bin/sh
-cd "$CLUSTER"
-pods=pods-$NODE_NAME
-case $1 in
-ready) exit 0 ;;
-unneeded)
-    [ -e "$pods" ] || exit 0
-    echo "$NODE_NAME waits for pods"
-    exit 75
-    ;;
-esac
-[ "$ONCE" = 1 ] || exit 8
-if [ "$1" = uninstall ]; then
-    [ ! -e arrives ] || mv arrives "$pods"
-    [ ! -e "$pods" ] || exit 75
-fi
-mkdir busy || { echo overlap >>journal; exit 7; }
-echo "$1 $NODE_NAME" >>journal
-sleep 0.2
-[ ! -e swapped-at-work ] || mv swapped-at-work lease
-rmdir busy
-[ "$NODE_NAME" != "$(cat fails)" ]
-"#;
+use api::Api;
 
-struct Cluster(tempfile::TempDir);
+const REVISION: &str = "one";
+const ANNOTATION: &str = "pause-sandboxer/installer";
+
+struct Cluster {
+    api: Api,
+    dir: tempfile::TempDir,
+}
 
 impl Cluster {
-    fn new() -> Self {
-        let cluster = Self(tempfile::tempdir().unwrap());
-        fs::create_dir(cluster.path("bin")).unwrap();
-        for (name, text) in [("curl", CURL), ("install.sh", INSTALL)] {
-            kit::write_program(cluster.path("bin").join(name), text.as_bytes()).unwrap();
+    fn new(nodes: &[&str]) -> Self {
+        let cluster = Self { api: Api::new(), dir: tempfile::tempdir().unwrap() };
+        fs::write(cluster.dir.path().join("token"), "secret").unwrap();
+        fs::create_dir(cluster.dir.path().join("bin")).unwrap();
+        let curl = "#!/bin/sh\necho \"$*\" >>\"$ARGUMENTS\"\nPATH=${PATH#*:} exec curl \"$@\"\n";
+        kit::write_program(cluster.dir.path().join("bin/curl"), curl.as_bytes()).unwrap();
+        let mut objects = cluster.api.objects();
+        for name in nodes {
+            objects.nodes.insert((*name).to_owned(), node(name));
         }
-        for (name, text) in [("token", "secret"), ("fails", "none"), ("journal", "")] {
-            fs::write(cluster.path(name), text).unwrap();
-        }
+        let job = json!({ "metadata": { "labels": {} }, "spec": { "template": { "spec": {
+            "containers": [{}] } } } });
+        objects.config = json!({ "data": { "revision": REVISION, "job": job.to_string() } });
+        drop(objects);
         cluster
     }
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
+    fn arguments(&self) -> PathBuf {
+        self.dir.path().join("arguments")
     }
 
-    fn command(&self, node: &str, word: &str) -> Command {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join("rollout.sh");
+    fn command(&self, word: &str) -> Command {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR);
+        let mut command = Command::new("timeout");
         let path = std::env::var("PATH").unwrap();
-        let mut command = Command::new(script);
+        let removal = if word == "uninstall" { "-removal" } else { "" };
         command
-            .arg(word)
-            .env("CLUSTER", self.0.path())
-            .env("ACCOUNT", self.0.path())
-            .env("PATH", format!("{}:{path}", self.path("bin").display()))
-            .env("SERVER", "https://api:443")
+            .args(["300".as_ref(), dir.join("rollout.sh").as_os_str(), word.as_ref()])
+            .env("PATH", format!("{}:{path}", self.dir.path().join("bin").display()))
+            .env("ARGUMENTS", self.arguments())
+            .env("ACCOUNT", self.dir.path())
+            .env("TMPDIR", self.dir.path())
+            .env("PLAN", dir.join("plan.jq"))
+            .env("API", &self.api.address)
             .env("KUBERNETES_SERVICE_HOST", "api")
-            .env("KUBERNETES_SERVICE_PORT", "443")
+            .env("RELEASE", "release")
             .env("NAMESPACE", "system")
-            .env("POD_NAME", format!("installer-{node}"))
-            .env("POD_UID", format!("uid-{node}"))
-            .env("NODE_NAME", node)
-            .env("FINISHED", self.path(&format!("finished-{node}")))
-            .env("LEASE", "rollout")
-            .env("ROLLOUT_ONCE", "1")
+            .env("REVISION", format!("{REVISION}{removal}"))
+            .env("NODES", "os=linux")
+            .env("LABEL", "label/ready")
+            .env("CLASS", "class")
+            .env("PARALLEL", "2")
+            .env("MAX_FAILURES", "1")
             .env("EVERY", "0.05")
+            .env("WAIT", "1")
             .stdin(Stdio::null());
         command
     }
 
-    fn succeeds(&self, node: &str, word: &str) -> bool {
-        self.command(node, word).output().unwrap().status.success()
+    fn run(&self, word: &str) -> Output {
+        self.command(word).output().unwrap()
     }
 
-    /// Starts a command, and returns when its output contains `why`.
-    fn waiting(&self, node: &str, word: &str, why: &str) -> Child {
-        let mut child = self.command(node, word).stdout(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(child.stdout.as_mut().unwrap()).lines().map(Result::unwrap);
-        let seen: Vec<String> = lines.take(1).collect();
-        assert!(seen[0].contains(why), "{seen:?}");
-        child
+    /// A run that must have this exit status; returns its output.
+    fn ends(&self, word: &str, status: i32) -> String {
+        said(self.run(word), status)
     }
 
-    fn journal(&self) -> String {
-        fs::read_to_string(self.path("journal")).unwrap()
+    /// The removal of `helm uninstall`.
+    fn hook(&self, status: i32) -> String {
+        // It counts the results of its own time, in seconds.
+        std::thread::sleep(Duration::from_millis(1100));
+        let mut command = self.command("uninstall");
+        said(command.env("REFUSE", "true").env("RETRY", "true").output().unwrap(), status)
     }
 
-    fn lease(&self) -> Option<serde_json::Value> {
-        let text = fs::read_to_string(self.path("lease")).ok()?;
-        Some(serde_json::from_str(&text).unwrap())
+    /// What was done since the last call.
+    fn journal(&self) -> Vec<String> {
+        std::mem::take(&mut self.api.objects().journal)
     }
-}
 
-/// A command that waited succeeds.
-fn ends(mut child: Child) {
-    // Output without a reader must not block it.
-    drop(child.stdout.take().map(|mut said| std::io::copy(&mut said, &mut std::io::sink())));
-    assert!(child.wait().unwrap().success());
-}
+    fn label(&self, node: &str) -> Value {
+        self.api.objects().nodes[node]["metadata"]["labels"]["label/ready"].clone()
+    }
 
-/// Promise: rollout_changes_one_node.
-#[test]
-fn nodes_are_changed_one_after_the_other() {
-    for word in ["install", "uninstall"] {
-        let cluster = Cluster::new();
-        let nodes = ["a", "b", "c", "d"];
-        let running: Vec<Child> = nodes
-            .map(|node| cluster.command(node, word).stdout(Stdio::null()).spawn().unwrap())
-            .into();
-        for mut child in running {
-            assert!(child.wait().unwrap().success(), "{word}: {}", cluster.journal());
-        }
-        let journal = cluster.journal();
-        let mut lines: Vec<&str> = journal.lines().collect();
-        lines.sort_unstable();
-        assert_eq!(lines, nodes.map(|node| format!("{word} {node}")), "{journal}");
-        assert_eq!(cluster.lease(), None);
-        assert!(nodes.iter().all(|node| cluster.succeeds(node, "ready")));
+    /// What the script has written down about a node.
+    fn record(&self, node: &str) -> Value {
+        let text = self.api.objects().nodes[node]["metadata"]["annotations"][ANNOTATION].clone();
+        text.as_str().map_or(Value::Null, |text| serde_json::from_str(text).unwrap())
+    }
+
+    fn jobs_end(&self, node: &str, code: impl Into<Option<i64>>, message: &str) {
+        let outcome = (code.into(), message.to_owned());
+        self.api.objects().outcomes.insert(node.to_owned(), outcome);
+    }
+
+    /// The removal begins with the revision of the chart's values.
+    fn removes(&self) {
+        self.api.objects().config["data"]["revision"] = format!("{REVISION}-removal").into();
     }
 }
 
-/// Promise: rollout_changes_one_node.
-#[test]
-fn a_failed_installation_stops_the_others_until_it_succeeds() {
-    let cluster = Cluster::new();
-    fs::write(cluster.path("fails"), "a").unwrap();
-    assert!(!cluster.succeeds("a", "install"));
-    let lease = cluster.lease().expect("the node keeps it");
-    assert_eq!(lease["spec"]["holderIdentity"], "a");
-    // Kubernetes deletes it with this pod.
-    assert_eq!(lease["metadata"]["ownerReferences"][0]["uid"], "uid-a");
-    assert!(!cluster.succeeds("a", "ready"), "an unavailable pod stops the DaemonSet's update");
-    let b = cluster.waiting("b", "install", "waiting for node a, which has Lease rollout");
-    // Its container is restarted.
-    assert!(!cluster.succeeds("a", "install"));
-    assert!(!cluster.journal().contains("install b"), "{}", cluster.journal());
-    fs::write(cluster.path("fails"), "none").unwrap();
-    assert!(cluster.succeeds("a", "install"));
-    ends(b);
-    assert_eq!(cluster.journal(), "install a\ninstall a\ninstall a\ninstall b\n");
-    assert_eq!(cluster.lease(), None);
+fn said(output: Output, status: i32) -> String {
+    let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    assert_eq!(output.status.code(), Some(status), "{said}");
+    said
 }
 
-/// kubelet sets the bare address.
-#[test]
-fn the_api_server_may_have_an_ipv6_address() {
-    let cluster = Cluster::new();
-    let mut command = cluster.command("a", "install");
-    command.env("KUBERNETES_SERVICE_HOST", "fd00::1").env("SERVER", "https://[fd00::1]:443");
-    // Without an answer it waits.
-    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-    let said = BufReader::new(child.stdout.take().unwrap()).lines().next();
-    child.kill().unwrap();
-    let done = child.wait().unwrap().success();
-    assert!(said.is_none() && done, "{said:?}");
-    assert_eq!((cluster.journal().as_str(), cluster.lease()), ("install a\n", None));
+fn node(name: &str) -> Value {
+    json!({
+        "metadata": { "name": name, "uid": format!("uid-{name}"), "labels": {}, "annotations": {} },
+        "status": {
+            "nodeInfo": { "bootID": "first" },
+            "conditions": [{ "type": "Ready", "status": "True" }],
+        },
+    })
 }
 
-/// The Lease is deleted by hand, or by Kubernetes with the pod that owns it.
-#[test]
-fn the_others_continue_when_the_lease_of_a_failed_node_is_deleted() {
-    let cluster = Cluster::new();
-    fs::write(cluster.path("fails"), "a").unwrap();
-    assert!(!cluster.succeeds("a", "install"));
-    let b = cluster.waiting("b", "install", "waiting for node a");
-    fs::remove_file(cluster.path("lease")).unwrap();
-    ends(b);
-    assert_eq!(cluster.journal(), "install a\ninstall b\n");
+/// Waits until it holds.
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < Duration::from_secs(240), "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
-/// An operator deletes the Lease of a node that works, and another node takes it.
+/// Ends a run with this signal: `timeout` is the leader of a process group.
+fn end(mut run: Child, signal: Signal) {
+    killpg(Pid::from_raw(run.id().try_into().unwrap()), signal).unwrap();
+    let _ = run.wait().unwrap();
+}
+
+/// Promise: rollout_stops_at_failures.
 #[test]
-fn the_lease_of_another_node_is_not_deleted() {
-    const OTHERS: &str = r#"{"metadata":{"uid":"lease-b","resourceVersion":"7",
-        "ownerReferences":[{"uid":"uid-b"}]},"spec":{"holderIdentity":"b"}}"#;
-    for when in ["swapped-at-work", "swapped-at-get"] {
-        let cluster = Cluster::new();
-        fs::write(cluster.path(when), OTHERS).unwrap();
-        assert!(cluster.succeeds("a", "install"), "{when}");
-        assert!(!cluster.path(when).exists(), "{when}");
-        let lease = cluster.lease().unwrap_or_else(|| panic!("{when}: the Lease is deleted"));
-        assert_eq!(lease["spec"]["holderIdentity"], "b", "{when}");
-        assert!(cluster.succeeds("a", "ready"), "{when}");
+fn every_node_is_changed_and_at_most_so_many_at_once() {
+    let cluster = Cluster::new(&["a", "b", "c", "d", "e"]);
+    let said = cluster.ends("install", 0);
+    assert!(said.contains("5 nodes: 5 done"), "{said}");
+    for name in ["a", "b", "c", "d", "e"] {
+        assert_eq!(cluster.label(name), "true");
+        assert_eq!(cluster.record(name)["result"], "installed");
+    }
+    let journal = cluster.journal();
+    // The first node goes alone: a mistake in the values changes one node.
+    assert_eq!(journal[..2], ["install a", "label a \"true\""], "{journal:?}");
+    assert_eq!(journal.iter().filter(|line| line.starts_with("install ")).count(), 5);
+    assert_eq!(cluster.api.objects().peak, 2);
+    // Nothing stays of Jobs that have succeeded, and another run does nothing.
+    assert!(cluster.api.objects().jobs.is_empty());
+    cluster.ends("install", 0);
+    assert_eq!(cluster.journal(), [""; 0]);
+    // The token is on no command line: every user of the node reads these.
+    let arguments = fs::read_to_string(cluster.arguments()).unwrap();
+    assert!(arguments.contains("-H @-") && !arguments.contains("secret"), "{arguments}");
+}
+
+#[test]
+fn a_job_is_bound_to_its_node_and_ends_with_it() {
+    let cluster = Cluster::new(&["a"]);
+    cluster.jobs_end("a", None, "");
+    let run = cluster.command("install").stdout(Stdio::null()).spawn().unwrap();
+    until("a Job", || !cluster.api.objects().jobs.is_empty());
+    let (name, job) = cluster.api.objects().jobs.clone().pop_first().unwrap();
+    end(run, Signal::SIGTERM);
+    assert!(name.starts_with("release-"), "{name}");
+    let owner = json!([{ "apiVersion": "v1", "kind": "Node", "name": "a", "uid": "uid-a" }]);
+    assert_eq!(job["metadata"]["ownerReferences"], owner);
+    let spec = &job["spec"]["template"]["spec"];
+    assert_eq!(spec["containers"][0]["args"], json!(["install"]));
+    let term = spec
+        .pointer("/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution")
+        .unwrap();
+    let field = json!({ "key": "metadata.name", "operator": "In", "values": ["a"] });
+    assert_eq!(term["nodeSelectorTerms"], json!([{ "matchFields": [field] }]));
+}
+
+/// Promise: rollout_stops_at_failures.
+#[test]
+fn a_node_that_fails_is_passed_over_and_one_more_stops_the_rollout() {
+    let cluster = Cluster::new(&["a", "b", "c", "d", "e"]);
+    cluster.jobs_end("b", 1, "containerd 1.6 is too old");
+    let said = cluster.ends("install", 0);
+    assert!(said.contains("b: failed: containerd 1.6 is too old"), "{said}");
+    assert!(said.contains("5 nodes: 4 done, 1 failed"), "{said}");
+    assert_eq!((cluster.label("b"), cluster.label("e")), (Value::Null, json!("true")));
+    // A run for new nodes does not try it again; that of an upgrade does.
+    let _ = cluster.journal();
+    cluster.ends("install", 0);
+    assert_eq!(cluster.journal(), [""; 0]);
+    std::thread::sleep(Duration::from_millis(1100));
+    let mut again = cluster.command("install");
+    assert!(again.env("RETRY", "true").status().unwrap().success());
+    assert_eq!(cluster.journal(), ["install b"]);
+
+    let cluster = Cluster::new(&["a", "b", "c", "d", "e"]);
+    cluster.jobs_end("a", 1, "reason of a");
+    cluster.jobs_end("b", 1, "reason of b");
+    let said = cluster.ends("install", 3);
+    assert!(said.contains("reason of a") && said.contains("reason of b"), "{said}");
+    assert_eq!(cluster.journal(), ["install a", "install b"], "{said}");
+    // Also when the run is repeated.
+    cluster.ends("install", 3);
+    assert_eq!(cluster.journal(), [""; 0]);
+}
+
+#[test]
+fn a_run_that_is_killed_is_continued_by_the_next() {
+    let cluster = Cluster::new(&["a", "b"]);
+    cluster.jobs_end("a", None, "");
+    let run = cluster.command("install").stdout(Stdio::null()).spawn().unwrap();
+    until("a Job", || !cluster.api.objects().jobs.is_empty());
+    end(run, Signal::SIGKILL);
+    // It ends while nothing runs.
+    cluster.jobs_end("a", 1, "the reason");
+    for job in cluster.api.objects().jobs.values_mut() {
+        job["seen"] = 1.into();
+    }
+    let said = cluster.ends("install", 0);
+    assert!(said.contains("a: failed: the reason"), "{said}");
+    assert_eq!(cluster.journal(), ["install a", "install b", "label b \"true\""]);
+}
+
+#[test]
+fn two_runs_at_once_change_each_node_once() {
+    let nodes = ["a", "b", "c", "d", "e", "f"];
+    let cluster = Cluster::new(&nodes);
+    let runs: Vec<Child> =
+        (0..3).map(|_| cluster.command("install").stdout(Stdio::null()).spawn().unwrap()).collect();
+    for mut run in runs {
+        assert!(run.wait().unwrap().success());
+    }
+    let journal = cluster.journal();
+    for node in nodes {
+        assert_eq!(cluster.label(node), "true");
+        let job = format!("install {node}");
+        assert_eq!(journal.iter().filter(|line| **line == job).count(), 1, "{journal:?}");
     }
 }
 
 #[test]
-fn nothing_is_installed_while_the_api_server_does_not_answer() {
-    let cluster = Cluster::new();
-    fs::write(cluster.path("refuses"), "").unwrap();
-    let a = cluster.waiting("a", "install", "cannot take Lease rollout: status 500: refused");
-    assert_eq!(cluster.journal(), "");
-    fs::remove_file(cluster.path("refuses")).unwrap();
-    ends(a);
-    assert_eq!(cluster.journal(), "install a\n");
+fn a_run_waits_while_the_api_server_does_not_answer() {
+    let cluster = Cluster::new(&["a"]);
+    cluster.api.objects().is_down = true;
+    let run = cluster.command("install").stdout(Stdio::null()).spawn().unwrap();
+    until("a request", || {
+        fs::read_to_string(cluster.arguments()).is_ok_and(|text| text.lines().count() > 2)
+    });
+    cluster.api.objects().is_down = false;
+    let output = run.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert_eq!(cluster.journal(), ["install a", "label a \"true\""]);
 }
 
 #[test]
-fn a_removal_is_ready_when_it_is_done() {
-    let cluster = Cluster::new();
-    assert!(!cluster.succeeds("a", "ready"));
-    fs::write(cluster.path("fails"), "a").unwrap();
-    assert!(!cluster.succeeds("a", "uninstall"));
-    assert!(!cluster.succeeds("a", "ready"));
-    fs::write(cluster.path("fails"), "none").unwrap();
-    assert!(cluster.succeeds("a", "uninstall"));
-    assert!(cluster.succeeds("a", "ready"));
-    assert_eq!(cluster.lease(), None);
+fn nodes_that_are_gone_or_not_ready_hold_up_no_other() {
+    let cluster = Cluster::new(&["a", "b", "c"]);
+    cluster.api.objects().nodes.get_mut("b").unwrap()["status"]["conditions"][0]["status"] =
+        "Unknown".into();
+    cluster.jobs_end("a", None, "");
+    let run = cluster.command("install").stdout(Stdio::piped()).spawn().unwrap();
+    until("a Job", || !cluster.api.objects().jobs.is_empty());
+    // Kubernetes deletes the Job with its node.
+    let mut objects = cluster.api.objects();
+    objects.nodes.remove("a");
+    objects.jobs.clear();
+    drop(objects);
+    let said = said(run.wait_with_output().unwrap(), 0);
+    assert!(said.contains("b: not ready"), "{said}");
+    assert_eq!(cluster.journal(), ["install a", "install c", "label c \"true\""]);
+    // It comes back.
+    cluster.api.objects().nodes.insert("b".to_owned(), node("b"));
+    cluster.ends("install", 0);
+    assert_eq!(cluster.journal(), ["install b", "label b \"true\""]);
 }
 
-/// Promise: rollout_changes_one_node.
 #[test]
-fn a_failed_removal_stops_the_others_until_it_succeeds() {
-    let cluster = Cluster::new();
-    fs::write(cluster.path("fails"), "a").unwrap();
-    assert!(!cluster.succeeds("a", "uninstall"));
-    let b = cluster.waiting("b", "uninstall", "waiting for node a, which has Lease rollout");
-    assert!(!cluster.succeeds("a", "uninstall"));
-    fs::write(cluster.path("fails"), "none").unwrap();
-    assert!(cluster.succeeds("a", "uninstall"));
-    ends(b);
-    assert_eq!(cluster.journal(), "uninstall a\nuninstall a\nuninstall a\nuninstall b\n");
-    assert_eq!(cluster.lease(), None);
+fn a_node_is_changed_again_after_a_boot_and_for_another_revision() {
+    let cluster = Cluster::new(&["a"]);
+    cluster.ends("install", 0);
+    cluster.jobs_end("a", 1, "no");
+    cluster.api.objects().nodes.get_mut("a").unwrap()["status"]["nodeInfo"]["bootID"] =
+        "second".into();
+    let _ = cluster.journal();
+    cluster.ends("install", 0);
+    assert_eq!(cluster.journal(), ["install a"]);
+    // An update that fails leaves the old version, and with it the label.
+    assert_eq!(cluster.label("a"), "true");
+    // The Job that failed is there for its log, until another is needed.
+    assert_eq!(cluster.api.objects().jobs.len(), 1);
+    cluster.jobs_end("a", 0, "");
+    cluster.api.objects().config["data"]["revision"] = "two".into();
+    let mut next = cluster.command("install");
+    assert!(next.env("REVISION", "two").status().unwrap().success());
+    assert_eq!(cluster.journal(), ["install a", "label a \"true\""]);
+    assert_eq!(cluster.record("a")["revision"], "two");
+    // One of the earlier revision changes nothing back.
+    let said = cluster.ends("install", 0);
+    assert!(said.contains("revision two has replaced one"), "{said}");
+    assert_eq!(cluster.journal(), [""; 0]);
 }
 
-/// They may stay for days.
+/// A kubelet that restarts on a node without the label terminates the pods of the class.
 #[test]
-fn a_node_that_waits_for_its_pods_holds_up_no_other() {
-    const WAITS: &str = "a waits for pods";
-    // The pods were there before, came while the node waited for the Lease, or came after a failed
-    // attempt, of which the node has the Lease.
-    for case in ["before", "meanwhile", "after"] {
-        let cluster = Cluster::new();
+fn a_node_that_cannot_run_pods_loses_its_label_unless_it_has_pods() {
+    for case in ["none", "there", "arrives"] {
+        let cluster = Cluster::new(&["a"]);
+        cluster.ends("install", 0);
+        let mut objects = cluster.api.objects();
         match case {
-            "before" => fs::write(cluster.path("pods-a"), "").unwrap(),
-            "meanwhile" => fs::write(cluster.path("arrives"), "").unwrap(),
-            _ => {
-                fs::write(cluster.path("fails"), "a").unwrap();
-                assert!(!cluster.succeeds("a", "uninstall"));
-                assert!(cluster.lease().is_some());
-                fs::write(cluster.path("fails"), "none").unwrap();
-                fs::write(cluster.path("pods-a"), "").unwrap();
-                fs::write(cluster.path("journal"), "").unwrap();
-            }
+            "there" => drop(objects.pods.insert("web".to_owned(), "a".to_owned())),
+            "arrives" => objects.arrives = Some("web".to_owned()),
+            _ => {}
         }
-        let a = cluster.waiting("a", "uninstall", WAITS);
-        assert!(cluster.succeeds("b", "uninstall"), "{case}");
-        assert_eq!((cluster.journal().as_str(), cluster.lease()), ("uninstall b\n", None));
-        assert!(!cluster.succeeds("a", "ready"), "{case}");
-        fs::remove_file(cluster.path("pods-a")).unwrap();
-        ends(a);
-        assert_eq!(cluster.journal(), "uninstall b\nuninstall a\n", "{case}");
-        assert_eq!(cluster.lease(), None, "{case}");
+        objects.nodes.get_mut("a").unwrap()["status"]["nodeInfo"]["bootID"] = "second".into();
+        drop(objects);
+        cluster.jobs_end("a", 76, "check failed");
+        let said = cluster.ends("install", 0);
+        let (label, pod) = if case == "none" { ("false", false) } else { ("true", true) };
+        assert_eq!(cluster.label("a"), label, "{case}: {said}");
+        assert!(said.contains("a: failed: check failed"), "{said}");
+        assert_eq!(said.contains("default/web"), pod, "{said}");
+        assert_eq!(cluster.record("a")["result"], "failed");
     }
 }
 
-/// This holds with `serial: false`, and if an operator makes the changes and the script restarts
-/// nothing.
 #[test]
-fn a_removal_that_needs_no_lease_does_not_wait_for_one() {
-    for (name, value) in [("LEASE", ""), ("EDIT_CONTAINERD_CONFIG", "false")] {
-        let cluster = Cluster::new();
-        fs::write(cluster.path("lease"), "{}").unwrap();
-        let mut command = cluster.command("a", "uninstall");
-        assert!(command.env(name, value).output().unwrap().status.success(), "{name}");
-        assert!(cluster.lease().is_some(), "{name}");
+fn a_node_with_the_package_or_of_another_release_stays_as_it_is() {
+    let cluster = Cluster::new(&["a", "b"]);
+    cluster.jobs_end("a", 77, "");
+    let mut objects = cluster.api.objects();
+    objects.nodes.get_mut("b").unwrap()["metadata"]["annotations"][ANNOTATION] =
+        r#"{"release":"system/other","result":"installed"}"#.into();
+    drop(objects);
+    let said = cluster.ends("install", 0);
+    assert!(said.contains("b: failed: belongs to release system/other"), "{said}");
+    assert_eq!((cluster.label("a"), cluster.label("b")), (Value::Null, Value::Null));
+    assert_eq!(cluster.journal(), ["install a"]);
+    // An administrator has labelled the node with the package.
+    cluster.api.objects().nodes.get_mut("a").unwrap()["metadata"]["labels"]["label/ready"] =
+        "true".into();
+    cluster.hook(0);
+    assert_eq!(cluster.journal(), ["config \"one-removal\""]);
+    assert_eq!((cluster.label("a"), cluster.record("a")), (json!("true"), Value::Null));
+    assert_eq!(cluster.record("b")["release"], "system/other");
+}
+
+/// Promise: removal_waits_for_pods.
+#[test]
+fn a_removal_waits_for_the_pods_of_a_node_and_not_for_those_of_others() {
+    let cluster = Cluster::new(&["a", "b", "c"]);
+    cluster.ends("install", 0);
+    let _ = cluster.journal();
+    cluster.removes();
+    cluster.api.objects().pods.insert("web".to_owned(), "a".to_owned());
+    // The node knows of something that the cluster does not.
+    cluster.jobs_end("b", 75, "default: runc-pause is the default handler");
+    let run = cluster.command("uninstall").stdout(Stdio::piped()).spawn().unwrap();
+    until("the removal of c", || cluster.record("c").is_null());
+    until("b waits", || cluster.record("b")["result"] == "waiting");
+    assert_eq!((cluster.label("a"), cluster.label("c")), (json!("true"), Value::Null));
+    let journal = cluster.journal();
+    assert!(!journal.contains(&"uninstall a".to_owned()), "{journal:?}");
+    let at = |line: &str| journal.iter().position(|one| one == line).unwrap();
+    // No pod comes to a node from which the handler is removed.
+    assert!(at("label c null") < at("uninstall c"), "{journal:?}");
+    // The node that waits has its label.
+    assert!(at("label b null") < at("uninstall b"), "{journal:?}");
+    until("the label of b", || {
+        cluster.journal().contains(&"label b \"true\"".to_owned()) || cluster.label("b") == "true"
+    });
+    cluster.jobs_end("b", 0, "");
+    cluster.api.objects().pods.clear();
+    let said = said(run.wait_with_output().unwrap(), 0);
+    assert!(said.contains("a: waiting: pods need it: default/web"), "{said}");
+    assert!(said.contains("b: waiting: default: runc-pause"), "{said}");
+    for name in ["a", "b", "c"] {
+        assert_eq!((cluster.label(name), cluster.record(name)), (Value::Null, Value::Null));
     }
 }
 
-/// kubelet kills a probe that takes too long, as where the daemon is down, every ten seconds.
+/// The run is killed between the removal of the label and that of the sandboxer.
 #[test]
-fn a_probe_that_is_killed_leaves_no_file() {
-    let cluster = Cluster::new();
-    assert!(cluster.succeeds("a", "install"));
-    let temporary = cluster.path("temporary");
-    fs::create_dir(&temporary).unwrap();
-    kit::write_program(cluster.path("bin/install.sh"), b"#!/bin/sh\nkill -KILL $PPID\n").unwrap();
-    let mut command = cluster.command("a", "ready");
-    let killed = command.env("TMPDIR", &temporary).status().unwrap();
-    assert_eq!(killed.code(), None, "{killed:?}");
-    assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);
-}
-
-#[test]
-fn the_token_of_the_account_is_in_no_argument() {
-    let cluster = Cluster::new();
-    assert!(cluster.succeeds("a", "install"));
-    assert!(!cluster.path("leaked").exists());
-    let header = fs::read_to_string(cluster.path("header")).unwrap();
-    assert_eq!(header, "Authorization: Bearer secret\n");
-}
-
-/// Hundreds of nodes may wait for hours.
-#[test]
-fn a_node_that_waits_asks_once_at_a_time_and_logs_a_change_of_the_holder() {
-    let cluster = Cluster::new();
-    let lease = |node: &str| {
-        let text = format!(
-            r#"{{"metadata":{{"uid":"l","ownerReferences":[{{"uid":"uid-{node}"}}]}},
-            "spec":{{"holderIdentity":"{node}"}}}}"#
-        );
-        fs::write(cluster.path("new"), text).unwrap();
-        fs::rename(cluster.path("new"), cluster.path("lease")).unwrap();
-    };
-    let sleep = b"#!/bin/sh\necho \"$1\" >>\"$CLUSTER/slept\"\nexec /bin/sleep \"$1\"\n";
-    kit::write_program(cluster.path("bin/sleep"), sleep).unwrap();
-    let lines = |name: &str| -> Vec<String> {
-        let text = fs::read_to_string(cluster.path(name)).unwrap_or_default();
-        text.lines().map(str::to_owned).collect()
-    };
-    lease("b");
-    let mut a = cluster.command("a", "install").stdout(Stdio::piped()).spawn().unwrap();
-    let mut said = BufReader::new(a.stdout.take().unwrap()).lines().map(Result::unwrap);
-    assert!(said.next().unwrap().contains("waiting for node b"));
-    while lines("slept").len() < 8 {
-        std::thread::sleep(std::time::Duration::from_millis(10));
+fn a_pod_gets_the_label_back_that_an_interrupted_removal_has_taken() {
+    let cluster = Cluster::new(&["a"]);
+    cluster.ends("install", 0);
+    cluster.removes();
+    cluster.jobs_end("a", None, "");
+    let run = cluster.command("uninstall").stdout(Stdio::null()).spawn().unwrap();
+    until("a Job", || !cluster.api.objects().jobs.is_empty());
+    end(run, Signal::SIGKILL);
+    assert_eq!(cluster.label("a"), Value::Null);
+    cluster.jobs_end("a", 75, "pod: default/web");
+    for job in cluster.api.objects().jobs.values_mut() {
+        job["seen"] = 1.into();
     }
-    lease("c");
-    let next = said.next().unwrap();
-    assert!(next.contains("waiting for node c"), "{next}");
-    let requests = lines("requests");
-    assert!(requests.iter().all(|method| method == "GET"), "{requests:?}");
-    let mut slept = lines("slept");
-    assert!(requests.len() <= slept.len() + 1, "{requests:?} {slept:?}");
-    let seconds = |text: &String| text.parse::<f64>().unwrap();
-    assert!(slept.iter().map(seconds).all(|one| (0.025..=0.075).contains(&one)), "{slept:?}");
-    slept.dedup();
-    assert!(slept.len() > 1, "the nodes ask at the same time");
-    fs::remove_file(cluster.path("lease")).unwrap();
-    assert_eq!(said.next(), None);
-    assert!(a.wait().unwrap().success());
-    assert_eq!(lines("requests").iter().filter(|method| *method == "POST").count(), 1);
+    let run = cluster.command("uninstall").stdout(Stdio::null()).spawn().unwrap();
+    until("the label", || cluster.label("a") == "true");
+    end(run, Signal::SIGTERM);
+    // A rollback to the installation.
+    cluster.api.objects().config["data"]["revision"] = REVISION.into();
+    cluster.jobs_end("a", 0, "");
+    cluster.ends("install", 0);
+    assert_eq!(
+        (cluster.label("a"), cluster.record("a")["result"].clone()),
+        (json!("true"), json!("installed"))
+    );
+}
+
+#[test]
+fn helm_uninstall_refuses_while_pods_need_the_sandboxer() {
+    let cluster = Cluster::new(&["a", "b"]);
+    cluster.ends("install", 0);
+    let _ = cluster.journal();
+    cluster.api.objects().pods.insert("web".to_owned(), "b".to_owned());
+    let said = cluster.hook(3);
+    assert!(
+        said.contains("nothing is changed: pods on b need the sandboxer: default/web"),
+        "{said}"
+    );
+    assert_eq!(cluster.journal(), [""; 0]);
+    assert_eq!(cluster.record("a")["result"], "installed");
+    // What only the node knows is found later.
+    cluster.api.objects().pods.clear();
+    cluster.jobs_end("b", 75, "default: runc-pause is the default handler");
+    let said = cluster.hook(3);
+    assert!(said.contains("b: waiting: default: runc-pause"), "{said}");
+    assert_eq!((cluster.record("a"), cluster.label("b")), (Value::Null, json!("true")));
+    // A run that installs would bring it back.
+    cluster.ends("install", 0);
+    assert_eq!(cluster.record("a"), Value::Null);
+    cluster.jobs_end("b", 0, "");
+    cluster.hook(0);
+    assert_eq!((cluster.record("b"), cluster.label("b")), (Value::Null, Value::Null));
+    assert!(cluster.api.objects().jobs.values().all(|job| job.get("status").is_some()));
+}
+
+/// The node has no annotation yet.
+#[test]
+fn a_removal_includes_a_node_whose_installation_has_not_ended() {
+    let cluster = Cluster::new(&["a", "b"]);
+    cluster.jobs_end("a", None, "");
+    let run = cluster.command("install").stdout(Stdio::null()).spawn().unwrap();
+    until("a Job", || !cluster.api.objects().jobs.is_empty());
+    end(run, Signal::SIGKILL);
+    cluster.jobs_end("a", 0, "");
+    for job in cluster.api.objects().jobs.values_mut() {
+        job["seen"] = 0.into();
+    }
+    cluster.hook(0);
+    let journal = cluster.journal();
+    assert_eq!(journal[..2], ["install a", "config \"one-removal\""], "{journal:?}");
+    assert!(journal.contains(&"uninstall a".to_owned()), "{journal:?}");
+    assert_eq!((cluster.label("a"), cluster.record("a")), (Value::Null, Value::Null));
+}
+
+#[test]
+fn a_removal_that_fails_on_a_node_names_it() {
+    let cluster = Cluster::new(&["a", "b"]);
+    cluster.ends("install", 0);
+    cluster.removes();
+    cluster.jobs_end("a", 1, "cannot remove the handler");
+    let said = cluster.ends("uninstall", 3);
+    assert!(said.contains("a: failed: cannot remove the handler"), "{said}");
+    assert!(said.contains("still have the sandboxer"), "{said}");
+    assert_eq!(cluster.record("b"), Value::Null);
+}
+
+#[test]
+fn a_job_that_never_had_a_container_fails_with_its_reason() {
+    let cluster = Cluster::new(&["a"]);
+    cluster.jobs_end("a", None, "");
+    let run = cluster.command("install").stdout(Stdio::piped()).spawn().unwrap();
+    until("a Job", || !cluster.api.objects().jobs.is_empty());
+    for job in cluster.api.objects().jobs.values_mut() {
+        job["status"] = json!({ "conditions": [
+            { "type": "Failed", "status": "True", "message": "was active longer than 900 s" },
+        ] });
+    }
+    let said = said(run.wait_with_output().unwrap(), 0);
+    assert!(said.contains("a: failed: was active longer than 900 s"), "{said}");
+    assert_eq!(cluster.label("a"), Value::Null);
 }

@@ -1,0 +1,130 @@
+//! What the values of the chart change on a node.
+
+use std::fs;
+use std::process::Stdio;
+
+use super::Node;
+
+const SETTINGS: &str = "host/etc/pause-sandboxer/config.toml";
+
+impl Node {
+    /// Installs with these variables; returns the status and what was said.
+    fn installs(&self, variables: &[(&str, &str)]) -> (Option<i32>, String) {
+        let mut command = self.command("install");
+        command.envs(variables.iter().copied()).stderr(Stdio::piped());
+        let output = command.output().unwrap();
+        let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        (output.status.code(), said)
+    }
+}
+
+#[test]
+fn the_settings_of_the_chart_are_those_of_the_daemon() {
+    let node = Node::new();
+    let text = "log_level = \"debug\"\nshim_env = [\"A=b\"]";
+    assert_eq!(node.installs(&[("SETTINGS", text)]).0, Some(0));
+    let written = fs::read_to_string(node.path(SETTINGS)).unwrap();
+    assert!(written.ends_with(&format!("\n{text}\n")), "{written}");
+    assert!(written.starts_with("# Written by the installer"), "{written}");
+    assert!(node.asked().contains("restart pause-sandboxer.service"));
+    // The same settings restart nothing, others restart the daemon.
+    assert_eq!(node.installs(&[("SETTINGS", text)]).0, Some(0));
+    assert!(!node.asked().contains("restart pause-sandboxer.service"));
+    assert_eq!(node.installs(&[("SETTINGS", "log_level = \"info\"")]).0, Some(0));
+    assert!(node.asked().contains("restart pause-sandboxer.service"));
+    // Without any the file goes, as with the removal.
+    assert_eq!(node.installs(&[]).0, Some(0));
+    assert!(!node.path(SETTINGS).exists());
+    assert!(node.asked().contains("restart pause-sandboxer.service"));
+    assert_eq!(node.installs(&[("SETTINGS", text)]).0, Some(0));
+    node.ends();
+    assert!(!node.path(SETTINGS).exists());
+}
+
+#[test]
+fn the_settings_of_an_operator_are_not_replaced() {
+    let node = Node::new();
+    fs::create_dir_all(node.path("host/etc/pause-sandboxer")).unwrap();
+    let mine = "# mine\nlog_level = \"debug\"\n";
+    fs::write(node.path(SETTINGS), mine).unwrap();
+    let (status, said) = node.installs(&[("SETTINGS", "log_level = \"info\"")]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("is not the installer's"), "{said}");
+    assert_eq!(fs::read_to_string(node.path(SETTINGS)).unwrap(), mine);
+    assert_eq!(node.asked(), "");
+    assert_eq!(node.installs(&[]).0, Some(0));
+    node.ends();
+    assert_eq!(fs::read_to_string(node.path(SETTINGS)).unwrap(), mine);
+}
+
+/// As where /usr/local is read-only. The unit finds the program there, and the removal too.
+#[test]
+fn the_programs_are_in_the_directory_of_the_chart() {
+    let node = Node::new();
+    let unit = || {
+        fs::read_to_string(node.path("host/etc/systemd/system/pause-sandboxer.service")).unwrap()
+    };
+    assert_eq!(node.installs(&[("DIRECTORY", "/opt/bin")]).0, Some(0));
+    assert!(unit().contains("\nExecStart=/opt/bin/pause-sandboxer serve\n"), "{}", unit());
+    assert!(node.asked().contains("/opt/bin/pause-sandboxer selftest"));
+    assert!(!node.path("host/usr/local/bin").exists());
+    // It moves, and leaves nothing.
+    assert_eq!(node.installs(&[("DIRECTORY", "/usr/local/bin")]).0, Some(0));
+    assert!(unit().contains("\nExecStart=/usr/local/bin/pause-sandboxer serve\n"), "{}", unit());
+    assert_eq!(fs::read_dir(node.path("host/opt/bin")).unwrap().count(), 0);
+    let mut command = node.command("uninstall");
+    assert!(command.env("DIRECTORY", "/opt/bin").status().unwrap().success());
+    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_named_with_the_value() {
+    let node = Node::new();
+    fs::write(node.path("host/usr"), "").unwrap();
+    let (status, said) = node.installs(&[]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("set installDirectory of the chart"), "{said}");
+}
+
+/// As with containerd 1.x. `helm uninstall` has nothing to do there.
+#[test]
+fn a_node_that_cannot_have_the_sandboxer_stays_as_it_was() {
+    let node = Node::new();
+    let before = node.files();
+    let dry_run = "/usr/local/bin/pause-sandboxer enable --dry-run";
+    fs::write(node.path("fails"), dry_run).unwrap();
+    let (status, said) = node.installs(&[("SETTINGS", "log_level = \"info\"")]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("cannot add the handler to containerd"), "{said}");
+    assert_eq!(node.asked(), format!("{dry_run}\n"));
+    assert_eq!(node.files(), before);
+    fs::write(node.path("fails"), "nothing").unwrap();
+    assert_eq!(node.installs(&[]).0, Some(0));
+    // An update that fails leaves the version that works.
+    fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer enable --restart").unwrap();
+    assert_eq!(node.installs(&[]).0, Some(1));
+    assert!(node.path("host/usr/local/bin/pause-sandboxer").exists());
+}
+
+#[test]
+fn the_test_pod_has_the_options_of_the_chart() {
+    let node = Node::new();
+    let options = ("SELFTEST_OPTIONS", "--host-network --timeout 60");
+    assert_eq!(node.installs(&[options]).0, Some(0));
+    assert!(node.asked().contains("pause-sandboxer selftest --host-network --timeout 60\n"));
+}
+
+/// The pod of an attempt that has run out of time may still end.
+#[test]
+fn one_installer_at_a_time_works_on_a_node() {
+    let node = Node::new();
+    fs::create_dir_all(node.path("host/run")).unwrap();
+    let lock = fs::File::create(node.path("host/run/pause-sandboxer.installer")).unwrap();
+    lock.lock().unwrap();
+    let (status, said) = node.installs(&[]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("another installer works on this node"), "{said}");
+    assert_eq!(node.asked(), "");
+    drop(lock);
+    assert_eq!(node.installs(&[]).0, Some(0));
+}
