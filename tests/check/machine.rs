@@ -70,12 +70,15 @@ fn with_systemd(bench: &mut Bench, properties: &str) -> Result<()> {
     let cgroup = top.join("cgroup");
     fs::write(&cgroup, "0::/system.slice/k3s.service\n")?;
     let pid = bench.node.containerd_pid()?;
-    bench.path.insert(0, top);
-    // The kit's CRI has no slices; /run is replaced only where systemd is looked for.
+    bench.path.insert(0, top.clone());
+    // The kit's CRI has no slices; /run is replaced only where systemd is looked for. The node stays,
+    // which may be below /run.
     let script = format!(
-        "mount --bind {} /proc/{pid}/cgroup; mount -t tmpfs run /run; mkdir -p /run/systemd/system \
-         /run/dbus; : >/run/dbus/system_bus_socket",
-        cgroup.display()
+        "mount --bind {cgroup} /proc/{pid}/cgroup; mount --rbind {top} /mnt; mount -t tmpfs run \
+         /run; mkdir -p /run/systemd/system /run/dbus {top}; : >/run/dbus/system_bus_socket; \
+         mount --move /mnt {top}",
+        cgroup = cgroup.display(),
+        top = top.display(),
     );
     beside(bench, &script);
     Ok(())

@@ -184,7 +184,10 @@ async fn an_older_containerd_is_refused_with_the_remedy(node: Arc<Node>) -> Resu
     kit::write_program(&program, version)?;
     let before = etc.files();
     let said = etc.run(&["enable", "--containerd", &program.display().to_string()]);
-    let said = said.refused("containerd: version 1.7.27; upgrade to 2.0 or newer")?;
+    let said = said.refused(
+        "containerd: version 1.7.27 cannot use external sandboxers; upgrade containerd to 2.0 or \
+         newer",
+    )?;
     ensure!(etc.files() == before, "it has written: {said}");
     Ok(())
 }

@@ -62,7 +62,7 @@ pub(super) const ALL: [Distribution; 7] = [
         generates: false,
         refused: Some((
             DOCKER,
-            "is disabled; kubelet cannot run pods: remove it from disabled_plugins",
+            "is disabled, so kubelet can run no pod: remove it from disabled_plugins",
         )),
     },
     Distribution {
