@@ -1,5 +1,5 @@
-//! The package is removed from a node on which the DaemonSet or `make install` has put files of its
-//! own: they are what runs.
+//! The package is removed from a node on which the chart's installer or `make install` has put files
+//! of its own: they are what runs.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -13,7 +13,7 @@ const UNIT: &str = "etc/systemd/system/pause-sandboxer.service";
 const SOCKET: &str = "run/pause-sandboxer/pause-sandboxer.sock";
 const DROP_IN: &str = "etc/containerd/conf.d/pause-sandboxer.toml";
 
-/// Makes a node that the DaemonSet has installed. Commands that change units are written down.
+/// Makes a node with the files of `make install`. Commands that change units are written down.
 fn node() -> tempfile::TempDir {
     let node = tempfile::tempdir().unwrap();
     let root = node.path();
@@ -65,6 +65,31 @@ fn a_removal_and_a_purge_change_nothing_of_another_installation() {
         for path in [PROGRAM, UNIT, SOCKET, DROP_IN] {
             assert!(node.path().join(path).exists(), "{script} {word}: {path}");
         }
+    }
+}
+
+/// The chart can place the programs in another directory, which its unit names.
+#[test]
+fn the_directory_of_the_other_program_is_that_of_its_unit() {
+    for ((script, word), is_there) in
+        SCRIPTS.into_iter().flat_map(|script| [(script, true), (script, false)])
+    {
+        let node = node();
+        let root = node.path();
+        fs::remove_file(root.join(PROGRAM)).unwrap();
+        let program = root.join("opt/bin/pause-sandboxer");
+        fs::create_dir_all(program.parent().unwrap()).unwrap();
+        if is_there {
+            fs::write(&program, "").unwrap();
+        }
+        let unit = format!("[Service]\nExecStart={} serve\n", program.display());
+        fs::write(root.join(UNIT), unit).unwrap();
+        let asked = run(root, script, word);
+        // rpm has no helper.
+        let is_silent = is_there || (script, word) == ("postrm", "0");
+        assert_eq!(asked.is_empty(), is_silent, "{script} {word}, {is_there}: {asked}");
+        let stays = is_there || script == "prerm";
+        assert_eq!(root.join(SOCKET).exists(), stays, "{script} {word}, {is_there}");
     }
 }
 
