@@ -27,12 +27,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Returns the daemon's sources, each with its path below the root and its text.
-fn sources() -> Vec<(String, String)> {
-    files(&["src"], |path| path.ends_with(".rs"))
-}
-
-/// Returns the sources of all crates in the same form.
+/// Returns the sources of all crates, each with its path below the root and its text.
 fn all_sources() -> Vec<(String, String)> {
     files(CRATES, |path| path.ends_with(".rs"))
 }
@@ -153,22 +148,29 @@ fn is_in_order(table: &[Row]) {
     }
 }
 
-#[test]
-fn modules_import_only_what_they_may() {
-    let table = table("Module dependencies");
+/// Compares the modules below a directory with the table in a section of `ARCHITECTURE.md`.
+fn modules_are_those_of(section: &str, directory: &str) {
+    let table = table(section);
     is_in_order(&table);
+    let sources = files(&[directory], |path| path.ends_with(".rs"));
     let modules: BTreeSet<String> =
-        sources().iter().map(|(path, _)| module(path)).filter(|m| m != "lib").collect();
+        sources.iter().map(|(path, _)| module(path)).filter(|m| m != "lib").collect();
     let rows: BTreeSet<String> = table.iter().map(|(name, _)| name.clone()).collect();
-    assert_eq!(modules, rows, "src/ (left) and the table of ARCHITECTURE.md (right)");
+    assert_eq!(modules, rows, "{directory} (left) and the table of ARCHITECTURE.md (right)");
     let allowed: BTreeMap<_, _> = table.into_iter().collect();
     let mut faults = Vec::new();
-    for (path, text) in sources() {
+    for (path, text) in sources {
         let Some(Some(allowed)) = allowed.get(&module(&path)) else { continue };
         let used = uses(&path, &text, &modules);
         faults.extend(used.difference(allowed).map(|other| format!("{path} uses {other}")));
     }
     assert!(faults.is_empty(), "not allowed by ARCHITECTURE.md:\n{}", faults.join("\n"));
+}
+
+#[test]
+fn modules_import_only_what_they_may() {
+    modules_are_those_of("Module dependencies", "src");
+    modules_are_those_of("Modules of `node`", "crates/node/src");
 }
 
 /// A dependency on a crate of the workspace has a path. Those of tests do not count.

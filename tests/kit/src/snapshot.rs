@@ -140,11 +140,6 @@ impl Snapshot {
         }
         left
     }
-
-    /// All things whose description contains `word`, such as a sandbox id.
-    pub fn naming(&self, word: &str) -> Vec<&Thing> {
-        self.things.iter().filter(|thing| thing.to_string().contains(word)).collect()
-    }
 }
 
 fn processes(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) -> Result<()> {
