@@ -92,12 +92,14 @@ fn block_on(
 async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
         Command::Serve(options) => return serve(&options),
-        Command::List { output, settings, .. } => {
+        Command::List { output: Format::Json, settings, .. }
+        | Command::Stats { output: Format::Json, settings, .. } => {
             let all = Client::connect(&settings.load()?).await?.list(true).await?;
-            print(&match output {
-                Format::Json => pretty(&table::list_json(&all)),
-                Format::Text => coloured(table::list(&all, SystemTime::now()), colour::states),
-            })?;
+            print(&pretty(&table::list_json(&all)))?;
+        }
+        Command::List { settings, .. } => {
+            let all = Client::connect(&settings.load()?).await?.list(true).await?;
+            print(&coloured(table::list(&all, SystemTime::now()), colour::states))?;
         }
         Command::Inspect { id, output, settings } => {
             let report = Client::connect(&settings.load()?).await?.inspect(&id).await?;
@@ -105,10 +107,6 @@ async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
                 Format::Json => pretty(&report),
                 Format::Text => table::report(&report),
             })?;
-        }
-        Command::Stats { output: Format::Json, settings, .. } => {
-            let all = Client::connect(&settings.load()?).await?.list(true).await?;
-            print(&pretty(&table::list_json(&all)))?;
         }
         Command::Stats { once, interval, settings, .. } => {
             stats(once, interval, &settings).await?;
@@ -183,7 +181,9 @@ async fn enable(options: &cli::Enable) -> Result<(), CommandFailure> {
         offline: options.offline,
     };
     enable::enable(&wanted, &mut say).await.map_err(|e| e.to_string())?;
-    let inherited = pause_sandboxer::check::inheritance(&wanted.change.subject.config).await;
+    // `enable` may have adopted the address of another containerd.
+    let config = options.change.node.settings.load()?;
+    let inherited = pause_sandboxer::check::inheritance(&config).await;
     inherited.iter().filter(|finding| finding.level != Level::Ok).for_each(|f| say(f.to_string()));
     Ok(())
 }
