@@ -9,7 +9,7 @@ use tokio::net::UnixStream;
 use toml::{Table, Value};
 
 use super::program::run;
-use super::{ENABLE, Finding, HandlerRuntime, ShimFindings, Subject, kubelet, sandboxes};
+use super::{ENABLE, Finding, HandlerRuntime, Level, ShimFindings, Subject, kubelet, sandboxes};
 use base::config::Config;
 use base::runtime::check_served;
 use containerd_api::cri::CriClient;
@@ -63,8 +63,17 @@ pub(super) async fn examine(
     let (version, release) = examine_program(&node.program).await;
     let mut findings = vec![version];
     // Only a containerd is asked for its config: any program may listen at the socket.
-    if let Some(release) = release {
+    if release.is_some() {
         findings.push(socket(&subject.config.containerd_address, &node.unit).await);
+    }
+    if node.pid.is_none() {
+        // Before the first `enable` the settings have the usual address.
+        for finding in findings.iter_mut().filter(|finding| finding.level == Level::Fail) {
+            finding.advice +=
+                &format!("; if one runs with another address, as in k3s, {ENABLE} finds it");
+        }
+    }
+    if let Some(release) = release {
         findings.extend(examine_config(node, &subject.config, release, has_daemon, shims).await);
     }
     let command = node.enable_command();

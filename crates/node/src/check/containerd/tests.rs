@@ -1,3 +1,5 @@
+use std::pin::Pin;
+
 use super::super::{Level, worst};
 use super::*;
 
@@ -193,6 +195,30 @@ async fn a_program_that_is_not_there_is_reported() {
         let (finding, release) = examine_program(&ContainerdProgram::File(path.into())).await;
         assert_eq!((finding.level, release), (Level::Fail, None), "{finding}");
         assert!(finding.fact.contains(path) && finding.fact.contains(reason), "{finding}");
+    }
+}
+
+/// On a node of k3s the settings have another address before the first `enable`.
+#[tokio::test]
+async fn without_containerd_at_the_address_enable_is_a_remedy() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut subject = Subject {
+        config: Config { containerd_address: dir.path().join("c.sock"), ..Config::default() },
+        containerd_config: Some(dir.path().join("c.toml")),
+        containerd_program: Some("/nowhere/containerd".into()),
+    };
+    let script = dir.path().join("containerd");
+    kit::write_program(&script, b"#!/bin/sh\necho containerd x 2.3.0 y\n").unwrap();
+    for program in [Path::new("/nowhere/containerd"), &script] {
+        subject.containerd_program = Some(program.to_owned());
+        let node = NodeContainerd::find(&subject);
+        let shims =
+            |_| -> Pin<Box<dyn Future<Output = Vec<Finding>>>> { Box::pin(async { vec![] }) };
+        let found = examine(&subject, &node, false, &shims).await;
+        let problem = found.iter().find(|finding| finding.level == Level::Fail).unwrap();
+        let remedy = "; if one runs with another address, as in k3s, pause-sandboxer enable \
+                      --restart finds it";
+        assert!(problem.advice.ends_with(remedy), "{problem}");
     }
 }
 
