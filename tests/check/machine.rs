@@ -22,7 +22,7 @@ pub(crate) fn all() -> Vec<BrokenNode> {
             1, NoSandbox;
         the_unit_is_not_ordered_before_containerds:
             "warn  systemd: pause-sandboxer.service is not ordered before k3s.service",
-            "mkdir -p /etc/systemd/system/pause-sandboxer.service.d && printf", 4, NotTried;
+            "pause-sandboxer enable --restart", 4, NotTried;
         the_unit_is_masked:
             "FAIL  systemd: pause-sandboxer.service is masked",
             "systemctl unmask pause-sandboxer.service", 1, NotTried;

@@ -16,7 +16,7 @@ mod directories;
 pub(crate) mod kubelet;
 mod program;
 mod sandboxes;
-mod systemd;
+pub(crate) mod systemd;
 
 /// The command that corrects most problems. [`containerd::examine`] adds the options that the last
 /// `enable` has set.
@@ -138,7 +138,7 @@ pub async fn run(subject: &Subject, own: DaemonFindings<'_>) -> Vec<Finding> {
     let (answers, known) = daemon::examine(&subject.config).await;
     findings.push(answers);
     let node = containerd::NodeContainerd::find(subject);
-    findings.extend(systemd::examine(node.pid.map(|_| node.unit.as_str())).await);
+    findings.extend(systemd::examine(node.pid.map(|_| &node)).await);
     findings.extend(known.as_deref().map(sandboxes::examine).unwrap_or_default());
     findings.extend(containerd::examine(subject, &node, known.is_some(), own.shims).await);
     findings

@@ -144,7 +144,7 @@ mod tests {
         assert!(lasting(statfs::EXT4_SUPER_MAGIC));
     }
 
-    /// A full and a read-only one are made in `tests/enable`, which needs root.
+    /// A full and a read-only one are made in `tests/check`, which needs root.
     #[test]
     fn a_directory_with_space_is_no_finding() {
         let dir = tempfile::tempdir().unwrap();

@@ -5,11 +5,10 @@
 //! sandboxer's handlers are compared with the default one.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::{ENABLE, Finding};
+use super::{ENABLE, Finding, systemd};
 
 const SUBJECT: &str = "kubelet";
 
@@ -34,7 +33,7 @@ pub(crate) struct Handlers {
 /// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to
 /// kubelet.
 pub(super) fn examine(handlers: &Handlers) -> Vec<Finding> {
-    cgroup_driver_findings(handlers, Path::new("/run/systemd/system").exists())
+    cgroup_driver_findings(handlers, systemd::runs())
 }
 
 fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {

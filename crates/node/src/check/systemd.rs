@@ -3,23 +3,36 @@
 use std::path::Path;
 use std::process::Command;
 
+use super::containerd::NodeContainerd;
 use super::program::run;
 use super::{Finding, Level};
 
 const SUBJECT: &str = "systemd";
 
-/// The socket first: clients need it at boot.
-const UNITS: [&str; 2] = ["pause-sandboxer.socket", "pause-sandboxer.service"];
+/// The daemon's unit.
+pub(crate) const SERVICE: &str = "pause-sandboxer.service";
 
-/// Queries systemd, if it runs. `containerd` is the unit of the containerd that runs.
-pub(super) async fn examine(containerd: Option<&str>) -> Vec<Finding> {
-    if !Path::new("/run/systemd/system").exists() {
+/// The units of the sandboxer. The socket first: clients need it at boot.
+pub(crate) const UNITS: [&str; 2] = ["pause-sandboxer.socket", SERVICE];
+
+/// Whether systemd is the init system (`sd_booted(3)`).
+pub(crate) fn runs() -> bool {
+    Path::new("/run/systemd/system").exists()
+}
+
+/// Queries systemd, if it runs. `containerd` is the one that runs.
+pub(super) async fn examine(containerd: Option<&NodeContainerd>) -> Vec<Finding> {
+    if !runs() {
         return Vec::new();
     }
     let mut command = Command::new("systemctl");
     command.args(["show", "--property=LoadState,UnitFileState,ActiveState,Before"]).args(UNITS);
     match run(command).await {
-        Ok(output) => findings(&output.stdout, containerd),
+        Ok(output) => {
+            let running = containerd.map(|node| (node.unit.as_str(), node.enable_command()));
+            let running = running.as_ref().map(|(unit, command)| (*unit, command.as_str()));
+            findings(&output.stdout, running)
+        }
         Err(reason) => {
             let advice = "see journalctl --boot --priority err";
             vec![Finding::warn(SUBJECT, format!("systemctl show: {reason}"), advice)]
@@ -28,7 +41,8 @@ pub(super) async fn examine(containerd: Option<&str>) -> Vec<Finding> {
 }
 
 /// `shown` is the output of `systemctl show`: lines of properties, and a blank line between units.
-fn findings(shown: &str, containerd: Option<&str>) -> Vec<Finding> {
+/// `containerd` is the unit that runs it, and the command that repeats the last `enable`.
+fn findings(shown: &str, containerd: Option<(&str, &str)>) -> Vec<Finding> {
     let all = UNITS.iter().zip(shown.split("\n\n").chain([""; UNITS.len()]));
     all.map(|(unit, text)| {
         let property = |name: &str| {
@@ -40,7 +54,7 @@ fn findings(shown: &str, containerd: Option<&str>) -> Vec<Finding> {
         let finding = unit_finding(unit, &enabled, &property("ActiveState"));
         if finding.level == Level::Ok {
             containerd
-                .and_then(|containerd| order_finding(unit, &property("Before"), containerd))
+                .and_then(|(name, enable)| order_finding(unit, &property("Before"), name, enable))
                 .unwrap_or(finding)
         } else {
             finding
@@ -50,8 +64,8 @@ fn findings(shown: &str, containerd: Option<&str>) -> Vec<Finding> {
 }
 
 /// The finding about a unit that systemd may start after containerd. `before` are the units that it
-/// is ordered before; `containerd` is a word of the shell.
-fn order_finding(unit: &str, before: &str, containerd: &str) -> Option<Finding> {
+/// is ordered before; `containerd` is a word of the shell; `enable` repeats the last `enable`.
+fn order_finding(unit: &str, before: &str, containerd: &str, enable: &str) -> Option<Finding> {
     let name = containerd.trim_matches('\'');
     if before.split_whitespace().any(|later| later == name) {
         return None;
@@ -60,11 +74,7 @@ fn order_finding(unit: &str, before: &str, containerd: &str) -> Option<Finding> 
         "{unit} is not ordered before {name}, which runs containerd: after a reboot CRI can list \
          pods as NotReady"
     );
-    let advice = format!(
-        "mkdir -p /etc/systemd/system/{unit}.d && printf '[Unit]\\nBefore=%s\\n' {containerd} \
-         >/etc/systemd/system/{unit}.d/containerd.conf && systemctl daemon-reload"
-    );
-    Some(Finding::warn(SUBJECT, fact, advice))
+    Some(Finding::warn(SUBJECT, fact, format!("{enable} orders it")))
 }
 
 fn unit_finding(unit: &str, enabled: &str, active: &str) -> Finding {
@@ -100,6 +110,7 @@ fn unit_finding(unit: &str, enabled: &str, active: &str) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ENABLE;
     use super::*;
 
     #[test]
@@ -111,17 +122,20 @@ mod tests {
         };
         let shown =
             format!("{}\n{}", unit("containerd.service shutdown.target"), unit("k3s.service"));
+        let all = |shown: &str, containerd: Option<&str>| {
+            findings(shown, containerd.map(|containerd| (containerd, ENABLE)))
+        };
         let levels = |shown: &str, containerd| {
-            findings(shown, containerd).iter().map(|finding| finding.level).collect::<Vec<_>>()
+            all(shown, containerd).iter().map(|finding| finding.level).collect::<Vec<_>>()
         };
         assert_eq!(levels(&shown, None), [Level::Ok; 2]);
         assert_eq!(levels(&shown, Some("containerd.service")), [Level::Ok, Level::Warn]);
         assert_eq!(levels(&shown, Some("k3s.service")), [Level::Warn, Level::Ok]);
-        let finding = &findings(&shown, Some("k3s.service"))[0];
+        let finding = &all(&shown, Some("k3s.service"))[0];
         assert!(
             finding.fact.starts_with("pause-sandboxer.socket is not ordered before k3s.service")
         );
-        assert!(finding.advice.contains("'[Unit]\\nBefore=%s\\n' k3s.service >"), "{finding}");
+        assert_eq!(finding.advice, "pause-sandboxer enable --restart orders it");
         let escaped = unit("a\\x2db.service");
         assert_eq!(
             levels(&format!("{escaped}\n{escaped}"), Some("'a\\x2db.service'")),
@@ -129,7 +143,7 @@ mod tests {
         );
         // A unit that is not installed, and no answer at all.
         let missing = "LoadState=not-found\nActiveState=inactive\nBefore=\n";
-        assert!(findings(missing, None)[0].fact.contains("is not installed"));
+        assert!(all(missing, None)[0].fact.contains("is not installed"));
         assert_eq!(levels("", Some("k3s.service")), [Level::Warn; 2]);
         let masked = "LoadState=masked\nUnitFileState=masked\nActiveState=inactive\n";
         assert_eq!(levels(masked, None), [Level::Fail, Level::Warn]);

@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use super::EnableError;
 use super::changes::{Changes, FileChange};
 use super::trust::check_trusted;
+use crate::check::systemd::UNITS;
 
 /// Directory of systemd's units that an administrator has added.
-const UNITS: &str = "/etc/systemd/system";
+const DIRECTORY: &str = "/etc/systemd/system";
 
 /// The unit that the packaged units precede.
 const PACKAGED: &str = "containerd.service";
@@ -21,9 +22,7 @@ const HEAD: &str =
     "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n[Unit]\n";
 
 fn files() -> impl Iterator<Item = PathBuf> {
-    ["pause-sandboxer.service", "pause-sandboxer.socket"]
-        .into_iter()
-        .map(|unit| Path::new(UNITS).join(format!("{unit}.d")).join(NAME))
+    UNITS.iter().map(|unit| Path::new(DIRECTORY).join(format!("{unit}.d")).join(NAME))
 }
 
 /// Adds the changes after which the sandboxer is started before `unit`, a word of the shell;

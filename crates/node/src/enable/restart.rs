@@ -1,6 +1,5 @@
 //! Restarts services, and waits until containerd serves pods again.
 
-use std::path::Path;
 use std::time::Duration;
 
 use tokio::process::Command;
@@ -11,15 +10,13 @@ use super::node_state::loaded_handlers;
 use super::{EnableError, Say};
 use crate::check::Subject;
 use crate::check::containerd::NodeContainerd;
+use crate::check::systemd;
 use crate::shell_command;
 use crate::stop_signal;
 use containerd_api::cri::CriClient;
 
 /// Polling interval of CRI.
 const INTERVAL: Duration = Duration::from_millis(200);
-
-/// The unit of the daemon.
-const DAEMON: &str = "pause-sandboxer.service";
 
 /// The method to restart containerd.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,7 +41,7 @@ impl RestartBy {
     /// # Errors
     /// The option to use instead.
     pub(super) fn check(&self) -> Result<(), String> {
-        if *self == Self::Systemd && !systemd_runs() {
+        if *self == Self::Systemd && !systemd::runs() {
             return Err(
                 "systemd is not running: use --restart-command COMMAND to restart containerd"
                     .to_owned(),
@@ -52,10 +49,6 @@ impl RestartBy {
         }
         Ok(())
     }
-}
-
-fn systemd_runs() -> bool {
-    Path::new("/run/systemd/system").exists()
 }
 
 /// How containerd is restarted, and how long that may take.
@@ -143,7 +136,7 @@ impl Restart<'_> {
 
 /// Lets systemd read its units again, if it runs.
 pub(super) async fn reload_units(within: Duration, say: Say<'_>) {
-    if !systemd_runs() {
+    if !systemd::runs() {
         return;
     }
     // systemd reads them at the next boot too, for which they are.
@@ -157,10 +150,11 @@ pub(super) async fn reload_units(within: Duration, say: Say<'_>) {
 /// # Errors
 /// The command failed.
 pub(super) async fn restart_daemon(within: Duration) -> Result<bool, String> {
-    if !systemd_runs() {
+    if !systemd::runs() {
         return Ok(false);
     }
-    let asked = Command::new("systemctl").args(["--quiet", "is-active", DAEMON]).status().await;
+    let asked =
+        Command::new("systemctl").args(["--quiet", "is-active", systemd::SERVICE]).status().await;
     if !asked.is_ok_and(|status| status.success()) {
         return Ok(false);
     }
@@ -168,7 +162,7 @@ pub(super) async fn restart_daemon(within: Duration) -> Result<bool, String> {
 }
 
 async fn restart_daemon_again(within: Duration) -> Result<(), String> {
-    shell_command::run(&format!("systemctl restart {DAEMON}"), within).await
+    shell_command::run(&format!("systemctl restart {}", systemd::SERVICE), within).await
 }
 
 /// Restarts the daemon, also if it has failed: it has read settings that are rolled back because of

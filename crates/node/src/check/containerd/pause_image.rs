@@ -1,21 +1,17 @@
 //! The pause image that containerd 2.3 pulls for each pod, although no pod of this sandboxer uses
 //! it.
 
-use std::time::Duration;
-
 use toml::{Table, Value};
 
 use super::super::{ENABLE, Finding};
 use super::{CONFIG, IMAGES, Release};
+use crate::client::TIMEOUT;
 use crate::oci_image;
 use containerd_api::cri::CriClient;
 
 /// The first release that pulls the image, and the first one whose handlers can prevent that.
 const PULLS: Release = (2, 3);
 const CAN_PREVENT: Release = (2, 4);
-
-/// A query of the image takes some milliseconds.
-const WITHIN: Duration = Duration::from_secs(2);
 
 /// The image that containerd pulls before a pod of one of these handlers is started. `None`: it
 /// pulls none.
@@ -43,7 +39,7 @@ pub(crate) fn name(merged: &Table) -> Option<String> {
 /// The finding about the image of that name, unless CRI has it. `command` repeats the last
 /// `enable`.
 pub(super) async fn examine(cri: &CriClient, name: &str, command: &str) -> Option<Finding> {
-    let query = tokio::time::timeout(WITHIN, cri.image(name)).await;
+    let query = tokio::time::timeout(TIMEOUT, cri.image(name)).await;
     match query.map_err(|late| late.to_string()).and_then(|found| found.map_err(|e| e.to_string()))
     {
         Ok(Some(_)) => None,
