@@ -15,7 +15,8 @@
 # RELEASE is the name of the objects, and of the ConfigMap with the Job's template. NAMESPACE is
 # theirs. NODES selects nodes by label. Nodes that can run pods of the RuntimeClass CLASS get the
 # label LABEL. PARALLEL nodes are changed at once. With RETRY=true nodes that have failed are tried
-# again. With REFUSE=true a removal does not wait for pods. EVERY is the interval of the requests in
+# again. With REFUSE=true a removal does not begin while there are pods, and waits no longer than for
+# what kubelet has not removed yet of the last ones. EVERY is the interval of the requests in
 # seconds.
 set -eu
 
@@ -30,9 +31,11 @@ plan=${PLAN:-/usr/local/lib/plan.jq}
 every=${EVERY:-5}
 # Between two attempts to remove the sandboxer from a node with pods.
 retry=${WAIT:-60}
-[ "${REFUSE-}" != true ] || retry=1000000000
+# For how long a removal that must not wait repeats them.
+patience=${PATIENCE:-180}
+began=$(date +%s)
 since=0
-[ "${RETRY-}" != true ] || since=$(date +%s)
+[ "${RETRY-}" != true ] || since=$began
 annotation=pause-sandboxer/installer
 batch=/apis/batch/v1/namespaces/$NAMESPACE
 core=/api/v1/namespaces/$NAMESPACE
@@ -239,10 +242,16 @@ end_if_replaced() {
     exit 0
 }
 
+# Succeeds if a removal that must not wait has done so long enough: kubelet removes the sandbox of a
+# deleted pod up to a minute later, and until then the node needs the sandboxer.
+gives_up() { [ "${REFUSE-}" = true ] && [ $(($(date +%s) - began)) -ge $patience ]; }
+
 # One look at the cluster and what follows from it.
 cycle() {
     end_if_replaced || return 1
     read_cluster || return 1
+    # Then a node that waits is not tried again.
+    ! gives_up || retry=1000000000
     next_actions >"$work/actions" || return 1
     # One node that cannot be changed does not hold up the others.
     complete=true
@@ -291,7 +300,7 @@ while :; do
             [ "$(state left)" != 0 ] || exit 0
             # What is left has failed, is not ready, or waits for its pods.
             waits=$(jq '.waiting + .notReady > 0' "$work/state")
-            if [ "$waits" = false ] || [ "${REFUSE-}" = true ]; then
+            if [ "$waits" = false ] || gives_up; then
                 say "the nodes above still have the sandboxer"
                 exit 3
             fi

@@ -70,6 +70,7 @@ impl Cluster {
             .env("MAX_FAILURES", "1")
             .env("EVERY", "0.05")
             .env("WAIT", "1")
+            .env("PATIENCE", "1")
             .stdin(Stdio::null());
         command
     }
@@ -468,6 +469,22 @@ fn a_removal_includes_a_node_whose_installation_has_not_ended() {
     let journal = cluster.journal();
     assert_eq!(journal[..2], ["install a", "config \"one-removal\""], "{journal:?}");
     assert!(journal.contains(&"uninstall a".to_owned()), "{journal:?}");
+    assert_eq!((cluster.label("a"), cluster.record("a")), (Value::Null, Value::Null));
+}
+
+/// kubelet removes the sandbox of a deleted pod later than the pod.
+#[test]
+fn helm_uninstall_waits_for_what_is_left_of_a_deleted_pod() {
+    let cluster = Cluster::new(&["a"]);
+    cluster.ends("install", 0);
+    cluster.jobs_end("a", 75, "pod: default/web");
+    let mut run = cluster.command("uninstall");
+    run.env("REFUSE", "true").env("PATIENCE", "300").stdout(Stdio::piped());
+    let run = run.spawn().unwrap();
+    until("a waits", || cluster.record("a")["result"] == "waiting");
+    cluster.jobs_end("a", 0, "");
+    let said = said(run.wait_with_output().unwrap(), 0);
+    assert!(said.contains("a: waiting: pod: default/web"), "{said}");
     assert_eq!((cluster.label("a"), cluster.record("a")), (Value::Null, Value::Null));
 }
 
