@@ -34,6 +34,12 @@ const CONFIG: &str = "/etc/containerd/config.toml";
 /// Where systemd runs, this is there (sd_booted(3)).
 const BOOTED: &str = "/run/systemd/system";
 const IMPORTS: &str = "imports = [\"/etc/containerd/conf.d/*.toml\"]\n";
+/// The question of `check` about the units, and the answer of a node that starts them at boot.
+const SHOW: &str = "show --property=LoadState,UnitFileState,ActiveState,Before \
+                    pause-sandboxer.socket pause-sandboxer.service";
+const SHOWN: &str = "LoadState=loaded\\nUnitFileState=enabled\\nActiveState=active\\n\
+                     Before=containerd.service\\n\\nLoadState=loaded\\nUnitFileState=enabled\\n\
+                     ActiveState=active\\nBefore=containerd.service";
 const RELEASE: &str = "pause-sandboxer";
 /// Of the coordinator, its Jobs, and the pods of both.
 const LABEL: &str = "app.kubernetes.io/instance=pause-sandboxer";
@@ -60,7 +66,7 @@ impl<'a> Systemctl<'a> {
         }
         let script = format!(
             "#!/bin/sh\necho \"$*\" >{}\nread -r code words <{}\n\
-             [ -z \"$words\" ] || echo \"$words\"\nexit \"$code\"\n",
+             [ -z \"$words\" ] || printf '%b\\n' \"$words\"\nexit \"$code\"\n",
             requests.display(),
             answers.display()
         );
@@ -70,23 +76,26 @@ impl<'a> Systemctl<'a> {
         Ok(Self { cluster, requests, answers, seen, done })
     }
 
+    /// Answers until [`Systemctl::end`], also after a request that cannot be answered: who asks
+    /// waits for the answer.
     fn serve(&self) -> Result<()> {
+        let mut served = Ok(());
         loop {
             let mut request = String::new();
             BufReader::new(fs::File::open(&self.requests)?).read_line(&mut request)?;
             if self.done.load(Ordering::Relaxed) {
-                return Ok(());
+                return served;
             }
             let request = request.trim();
             self.seen.lock().expect("no panic").push(request.to_owned());
             let answer = self.answer(request);
             let words = answer.as_ref().map_or_else(|_| "1\n".into(), |say| format!("0 {say}\n"));
             fs::write(&self.answers, words)?;
-            answer.with_context(|| format!("systemctl {request}"))?;
+            served = served.and(answer.map(drop).with_context(|| format!("systemctl {request}")));
         }
     }
 
-    /// Does what is requested, and says what systemctl prints.
+    /// Does what is requested, and says what systemctl prints, with `\n` for the end of a line.
     fn answer(&self, request: &str) -> Result<&'static str> {
         match request {
             "daemon-reload"
@@ -94,12 +103,8 @@ impl<'a> Systemctl<'a> {
             | "enable pause-sandboxer.service"
             | "start pause-sandboxer.service"
             | "--quiet is-active pause-sandboxer.service" => {}
-            "is-enabled pause-sandboxer.socket" | "is-enabled pause-sandboxer.service" => {
-                return Ok("enabled");
-            }
-            "is-active pause-sandboxer.socket" | "is-active pause-sandboxer.service" => {
-                return Ok("active");
-            }
+            "is-active pause-sandboxer.socket" => return Ok("active"),
+            SHOW => return Ok(SHOWN),
             "restart pause-sandboxer.service" => {
                 // It may not run yet.
                 let _ = self.cluster.end_program("pause-sandboxer", Signal::SIGTERM);
