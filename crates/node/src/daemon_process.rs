@@ -1,7 +1,9 @@
 //! The process of the daemon, and why it does not answer.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use nix::unistd::geteuid;
 use process_identity::Stat;
 
 /// Name of the daemon's program.
@@ -24,7 +26,12 @@ impl DaemonProcess {
         let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
         let path = program.to_str()?;
         let program = Path::new(path.strip_suffix(" (deleted)").unwrap_or(path)).to_owned();
-        // The pid of a killed daemon may have been reused.
+        // The pid of a daemon that has ended may have been reused, also by another user, who can
+        // choose the program's name and directory.
+        let user = std::fs::metadata(format!("/proc/{pid}")).ok()?.uid();
+        if user != 0 && user != geteuid().as_raw() {
+            return None;
+        }
         let own = std::env::current_exe().ok()?;
         let names = [own.file_name(), Some(NAME.as_ref())];
         names.contains(&program.file_name()).then_some(Self { pid, program })
@@ -63,6 +70,9 @@ pub(crate) fn silence(state_dir: &Path) -> (String, String) {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::process::CommandExt as _;
     use std::process::Command;
 
     use nix::sys::signal::{Signal, kill};
@@ -89,6 +99,27 @@ mod tests {
         other.kill().unwrap();
         other.wait().unwrap();
         assert_eq!(found, None);
+    }
+
+    /// Promise: only_files_of_root_count.
+    #[test]
+    fn the_process_of_another_user_is_no_daemon() {
+        if kit::skip_without_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join(NAME);
+        kit::write_program(&program, &std::fs::read("/bin/sleep").unwrap()).unwrap();
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+        let found = |user| {
+            let mut other = Command::new(&program).arg("60").uid(user).spawn().unwrap();
+            lock(dir.path(), other.id());
+            let found = DaemonProcess::find(dir.path());
+            other.kill().unwrap();
+            other.wait().unwrap();
+            found.is_some()
+        };
+        assert_eq!([found(0), found(65534)], [true, false]);
     }
 
     #[test]
