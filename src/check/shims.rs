@@ -73,7 +73,8 @@ async fn oci_runtime(binary: &str, inheritance: &Inheritance) -> Finding {
 /// # Errors
 /// It cannot be executed, fails, or does not end in time.
 async fn version_of(mut command: Command) -> Result<String, String> {
-    command.arg("--version").kill_on_drop(true).stdin(Stdio::null());
+    // A relative path, or one in PATH, must not lead to a program in the caller's directory.
+    command.arg("--version").current_dir("/").kill_on_drop(true).stdin(Stdio::null());
     match timeout(VERSION_TIMEOUT, command.output()).await {
         Ok(Ok(output)) if output.status.success() => {
             let printed = String::from_utf8_lossy(&output.stdout);
@@ -177,18 +178,19 @@ fn open_own(config: &Config) -> Result<OwnShim, StepError> {
 async fn own_shim(opened: Result<OwnShim, StepError>) -> Finding {
     const INSTALL: &str = "install it again next to the daemon's program, owned and writable by \
                            root only, and restart the daemon; or set shim = \"runtime\"";
-    let path = match opened {
-        Ok(own) => own.path().to_owned(),
+    let shim = match opened {
+        Ok(shim) => shim,
         Err(step) => {
             let fact = format!("{step}, so pods get the runtime's shim");
             return Finding::warn(SUBJECT, fact, INSTALL);
         }
     };
-    let shown = path.display();
-    // It can be executed with the rights of root: no other user can write it.
-    match version_of(Command::new(&path)).await {
+    let shown = shim.path().display();
+    // It can be executed with the rights of root: no other user can write the open file. Another
+    // one may be at its path by now.
+    match version_of(Command::new(shim.opened_path())).await {
         Ok(version) if version == own_version() => {
-            Finding::ok(SUBJECT, format!("own: {shown}{}", libc_of(&path)))
+            Finding::ok(SUBJECT, format!("own: {shown}{}", libc_of(&shim.opened_path())))
         }
         Ok(version) => Finding::warn(
             SUBJECT,
@@ -227,6 +229,32 @@ mod tests {
     use node::check::Level;
 
     use super::*;
+
+    /// Promise: only_files_of_root_count.
+    #[tokio::test]
+    async fn the_executed_shim_is_the_one_that_was_examined() {
+        if kit::skip_without_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(own::NAME);
+        let script = format!("#!/bin/sh\necho {}\n", own_version());
+        kit::write_program(&path, script.as_bytes()).unwrap();
+        let opened = OwnShim::open(path.clone());
+        std::fs::remove_file(&path).unwrap();
+        let ran = dir.path().join("ran");
+        let script = format!("#!/bin/sh\ntouch {}\necho {}\n", ran.display(), own_version());
+        kit::write_program(&path, script.as_bytes()).unwrap();
+        let finding = own_shim(opened).await;
+        assert!(!ran.exists() && finding.level == Level::Ok, "{finding}");
+    }
+
+    #[tokio::test]
+    async fn a_program_has_no_directory_of_the_caller() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "pwd"]);
+        assert_eq!(version_of(command).await.unwrap(), "/");
+    }
 
     #[tokio::test]
     async fn a_missing_own_shim_is_a_warning_where_pods_would_have_it() {

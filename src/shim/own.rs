@@ -56,6 +56,11 @@ impl OwnShim {
         &self.path
     }
 
+    /// A path of the open program, for as long as it is open.
+    pub fn opened_path(&self) -> PathBuf {
+        format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd()).into()
+    }
+
     /// A path by which children of this process execute it: until then they have its descriptor.
     pub(super) fn inherited_path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.file.as_raw_fd()).into()
