@@ -54,7 +54,8 @@ $removal || selected=$(uri "$NODES")
 ours=$(uri "app.kubernetes.io/instance=$RELEASE,app.kubernetes.io/component=installer")
 
 # ask METHOD PATH [DATA]: a request to the API server, whose answer is in $work/answer. Fails with
-# a message unless the status is 2xx; $code is the status, 000 without an answer.
+# a message unless the status is 2xx; $code is the status, 000 without a whole answer, such as that
+# of a lost connection or on a full disk: an empty list would be one without nodes.
 ask() {
     type=application/json
     [ "$1" != PATCH ] || type=application/merge-patch+json
@@ -67,7 +68,7 @@ ask() {
         curl --silent --show-error --max-time 60 --cacert "$account/ca.crt" -H @- \
             -H "Content-Type: $type" -X "$1" ${3:+--data "$3"} --output "$work/answer" \
             --write-out '%{http_code}' \
-            "${API:-https://$server:${KUBERNETES_SERVICE_PORT-443}}$2") || :
+            "${API:-https://$server:${KUBERNETES_SERVICE_PORT-443}}$2") || code=000
     case $code in
     2??) ;;
     *) say "$1 ${2%%\?*}: status $code: $(head -c 500 "$work/answer")" >&2; return 1 ;;
@@ -87,7 +88,8 @@ all() {
 }
 
 # Reads the Jobs, their pods and then the nodes: a Job that another run has deleted meanwhile has
-# its result on the node.
+# its result on the node. The credentials of a node can write its annotations, and status and labels
+# of its pods, but own no pod by a Job: none of that affects another node.
 read_cluster() {
     all "$batch/jobs?labelSelector=$ours" '
         ([ .status.conditions[]? | select(.status == "True") ]) as $true | {
@@ -100,17 +102,18 @@ read_cluster() {
             else "active" end) }' >"$work/jobs" || return 1
     all "$core/pods?labelSelector=$ours" '
         .status.containerStatuses[0].state as $state | {
-        job: .metadata.labels["job-name"], created: .metadata.creationTimestamp,
+        job: (.metadata.ownerReferences[0].uid // ""), created: .metadata.creationTimestamp,
         code: $state.terminated.exitCode,
-        message: ($state.terminated.message // $state.waiting.message
+        message: (($state.terminated.message // $state.waiting.message
             // ([ .status.conditions[]? | select(.status == "False" and .type == "PodScheduled")
-                | .message ][0])) }' \
+                | .message ][0]))[-1000:]) }' \
         >"$work/pods" || return 1
     all "/api/v1/nodes?labelSelector=$selected" '{
         name: .metadata.name, uid: .metadata.uid, boot: .status.nodeInfo.bootID,
         label: .metadata.labels[$key],
         record: (.metadata.annotations[$annotation] | fromjson? // null
-            | if type == "object" then . else null end),
+            | if type == "object" then .time = (.time | numbers // 0)
+                | .label = [ .label | strings | select(length < 64) ][0] else null end),
         ready: any(.status.conditions[]?; .type == "Ready" and .status == "True") }' \
         >"$work/nodes" || return 1
 }
@@ -127,7 +130,7 @@ next_actions() {
         | { $release, $revision, $removal, $parallel, $maxFailures, $since, $retry, $now,
             nodes: (if $removal then [ $nodes[] | select(.record.release == $release
                 or (.name as $name | any($jobs[]; .node == $name))) ] else $nodes end),
-            jobs: [ $jobs[] | $last[.name] as $pod
+            jobs: [ $jobs[] | $last[.uid] as $pod
                 | .code = (if .failed == null then 0 elif $pod.code == 0 then 1
                     else $pod.code end)
                 | .message = ([ $pod.message, .failed ] | map(select(. != null and . != ""))[0]
@@ -235,8 +238,8 @@ start() {
 # Ends this run if the ConfigMap is not, or no more, of this revision.
 end_if_replaced() {
     ask GET "$core/configmaps/$RELEASE" || { [ "$code" != 404 ] || exit 0; return 1; }
-    jq -r .data.job "$work/answer" >"$work/job"
-    revision=$(jq -r .data.revision "$work/answer")
+    jq -r .data.job "$work/answer" >"$work/job" || return 1
+    revision=$(jq -r .data.revision "$work/answer") || return 1
     [ "$revision" != "$REVISION" ] || return 0
     say "revision $revision has replaced $REVISION"
     exit 0

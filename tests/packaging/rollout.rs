@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use super::kubernetes::DIR;
 
 mod api;
+mod untrusted;
 
 use api::Api;
 
@@ -257,20 +258,6 @@ fn two_runs_at_once_change_each_node_once() {
 }
 
 #[test]
-fn a_run_waits_while_the_api_server_does_not_answer() {
-    let cluster = Cluster::new(&["a"]);
-    cluster.api.objects().is_down = true;
-    let run = cluster.command("install").stdout(Stdio::null()).spawn().unwrap();
-    until("a request", || {
-        fs::read_to_string(cluster.arguments()).is_ok_and(|text| text.lines().count() > 2)
-    });
-    cluster.api.objects().is_down = false;
-    let output = run.wait_with_output().unwrap();
-    assert!(output.status.success());
-    assert_eq!(cluster.journal(), ["install a", "label a \"true\""]);
-}
-
-#[test]
 fn nodes_that_are_gone_or_not_ready_hold_up_no_other() {
     let cluster = Cluster::new(&["a", "b", "c"]);
     cluster.api.objects().nodes.get_mut("b").unwrap()["status"]["conditions"][0]["status"] =
@@ -498,20 +485,4 @@ fn a_removal_that_fails_on_a_node_names_it() {
     assert!(said.contains("a: failed: cannot remove the handler"), "{said}");
     assert!(said.contains("still have the sandboxer"), "{said}");
     assert_eq!(cluster.record("b"), Value::Null);
-}
-
-#[test]
-fn a_job_that_never_had_a_container_fails_with_its_reason() {
-    let cluster = Cluster::new(&["a"]);
-    cluster.jobs_end("a", None, "");
-    let run = cluster.command("install").stdout(Stdio::piped()).spawn().unwrap();
-    until("a Job", || !cluster.api.objects().jobs.is_empty());
-    for job in cluster.api.objects().jobs.values_mut() {
-        job["status"] = json!({ "conditions": [
-            { "type": "Failed", "status": "True", "message": "was active longer than 900 s" },
-        ] });
-    }
-    let said = said(run.wait_with_output().unwrap(), 0);
-    assert!(said.contains("a: failed: was active longer than 900 s"), "{said}");
-    assert_eq!(cluster.label("a"), Value::Null);
 }

@@ -19,7 +19,7 @@ pub(super) struct Objects {
     /// Pods of the RuntimeClass, by name, with their node.
     pub(super) pods: BTreeMap<String, String>,
     /// The pods of ended Jobs.
-    ended: Vec<Value>,
+    pub(super) ended: Vec<Value>,
     pub(super) config: Value,
     /// Exit status and message of the Jobs of a node; without a status they do not end.
     pub(super) outcomes: BTreeMap<String, (Option<i64>, String)>,
@@ -27,6 +27,8 @@ pub(super) struct Objects {
     pub(super) arrives: Option<String>,
     /// Requests fail.
     pub(super) is_down: bool,
+    /// The path whose next answer ends after its header.
+    pub(super) cut: Option<&'static str>,
     /// What was done, in order: `install NODE`, `label NODE VALUE`.
     pub(super) journal: Vec<String>,
     /// How many Jobs ran at once.
@@ -57,7 +59,11 @@ impl Objects {
                 { "type": kind, "status": "True", "message": format!("exit code {code}") },
             ] });
             self.ended.push(json!({
-                "metadata": { "labels": { "job-name": name }, "creationTimestamp": seen },
+                "metadata": {
+                    "labels": { "job-name": name },
+                    "ownerReferences": [{ "kind": "Job", "uid": job["metadata"]["uid"] }],
+                    "creationTimestamp": seen.to_string(),
+                },
                 "status": { "containerStatuses": [
                     { "state": { "terminated": { "exitCode": code, "message": message } } },
                 ] },
@@ -235,10 +241,12 @@ fn serve(stream: &mut TcpStream, objects: &Mutex<Objects>) {
         (401, json!("no token"))
     };
     let answer = answer.to_string();
+    let is_cut = objects.lock().unwrap().cut.take_if(|cut| *cut == path).is_some();
     let _ = write!(
         stream,
-        "HTTP/1.1 {status} Status\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{answer}",
-        answer.len()
+        "HTTP/1.1 {status} Status\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}",
+        answer.len(),
+        if is_cut { "" } else { &answer }
     );
 }
 
