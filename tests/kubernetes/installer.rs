@@ -184,19 +184,8 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     let before = alive()?;
     let chart = in_packaging("kubernetes/chart");
     helm(cluster, &["install", RELEASE, &chart]).with_context(|| logs(cluster))?;
-    until("the rollout is complete", LIMIT * 2, || {
-        let jobs = objects(cluster, "jobs")?;
-        let complete = jobs.iter().any(|job| {
-            name(job).starts_with("pause-sandboxer-install-")
-                && job["status"]["succeeded"].as_u64() == Some(1)
-        });
-        ensure!(complete, "{}", logs(cluster));
-        Ok(())
-    })?;
-    let label = node(cluster)?["metadata"]["labels"]["pause-sandboxer/ready"].clone();
-    facts
-        .expect("label", label.as_str().unwrap_or("none"), "true")
-        .with_context(|| logs(cluster))?;
+    rolled_out(cluster, "installed")?;
+    facts.expect("label", label(cluster)?, "true")?;
     nothing_stays(cluster)?;
     for path in PLACED {
         ensure!(Path::new(path).exists(), "{path} is not there");
@@ -205,6 +194,16 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     ours.run("installed", json!({ "containers": [sleeping("main")] }))?;
     facts.expect("pod of the class", ours.sh("installed", "hostname")?, "installed")?;
 
+    // A node that fails is reported and keeps what it has, until the values change again.
+    let settings = "config.log_level=debug";
+    helm(cluster, &["upgrade", RELEASE, &chart, "--set", settings])?;
+    let failed = rolled_out(cluster, "failed")?;
+    ensure!(failed.contains("config.toml is not the installer's"), "{failed}");
+    facts.expect("label after a failure", label(cluster)?, "true")?;
+    helm(cluster, &["upgrade", RELEASE, &chart, "--reset-values"])?;
+    rolled_out(cluster, "installed")?;
+    facts.expect("pod after the upgrades", ours.sh("installed", "echo runs")?, "runs")?;
+
     // It refuses while the pod needs the sandboxer, and changes nothing.
     let refused = helm(cluster, &["uninstall", RELEASE, "--timeout=180s"]);
     ensure!(refused.is_err(), "helm uninstall succeeds: {}", logs(cluster));
@@ -212,6 +211,7 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     ensure!(said.contains("need the sandboxer: ") && said.contains("/installed"), "{said}");
     facts.expect("pod while it is refused", ours.sh("installed", "echo runs")?, "runs")?;
     ours.delete(&["pod/installed"])?;
+    // kubelet has not removed the pod's sandbox yet.
     helm(cluster, &["uninstall", RELEASE, "--timeout=300s"]).with_context(|| logs(cluster))?;
     let left: Vec<&str> = PLACED.into_iter().filter(|path| Path::new(path).exists()).collect();
     facts.expect("left", left.join(" "), "")?;
@@ -225,6 +225,29 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     builtin.delete(&["pod/lives"])?;
     facts.add("systemctl", systemctl.seen.lock().expect("no panic").join("; "));
     Ok(facts)
+}
+
+/// Waits until the last rollout is complete, with this result on the node. Returns its message.
+fn rolled_out(cluster: &Cluster, result: &str) -> Result<String> {
+    until("the rollout is complete", LIMIT * 2, || {
+        let jobs = objects(cluster, "jobs")?;
+        let complete = jobs.iter().any(|job| {
+            name(job).starts_with("pause-sandboxer-install-")
+                && job["status"]["succeeded"].as_u64() == Some(1)
+        });
+        ensure!(complete, "{}", logs(cluster));
+        Ok(())
+    })?;
+    let node = node(cluster)?;
+    let record = node["metadata"]["annotations"]["pause-sandboxer/installer"].as_str();
+    let record: Value = serde_json::from_str(record.context("no annotation")?)?;
+    ensure!(record["result"] == result, "{record}: {}", logs(cluster));
+    Ok(at(&record, "message"))
+}
+
+fn label(cluster: &Cluster) -> Result<String> {
+    let label = &node(cluster)?["metadata"]["labels"]["pause-sandboxer/ready"];
+    Ok(label.as_str().unwrap_or("none").to_owned())
 }
 
 /// No pod of the chart runs: neither one with privileges nor one with the coordinator's account.
