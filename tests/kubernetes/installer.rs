@@ -5,6 +5,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
@@ -40,6 +41,7 @@ const SHOW: &str = "show --property=LoadState,UnitFileState,ActiveState,Before \
 const SHOWN: &str = "LoadState=loaded\\nUnitFileState=enabled\\nActiveState=active\\n\
                      Before=containerd.service\\n\\nLoadState=loaded\\nUnitFileState=enabled\\n\
                      ActiveState=active\\nBefore=containerd.service";
+const SOCKET: &str = "/run/pause-sandboxer/pause-sandboxer.sock.ttrpc";
 const RELEASE: &str = "pause-sandboxer";
 /// Of the coordinator, its Jobs, and the pods of both.
 const LABEL: &str = "app.kubernetes.io/instance=pause-sandboxer";
@@ -109,6 +111,8 @@ impl<'a> Systemctl<'a> {
                 // It may not run yet.
                 let _ = self.cluster.end_program("pause-sandboxer", Signal::SIGTERM);
                 self.cluster.start_program_as("pause-sandboxer", Path::new(PLACED[0]))?;
+                // The unit is of `Type=notify`: systemctl waits until the daemon is ready.
+                until("the daemon listens", LIMIT, || Ok(UnixStream::connect(SOCKET)?))?;
             }
             "restart containerd.service" => {
                 self.cluster.end_program("containerd", Signal::SIGTERM)?;
