@@ -214,6 +214,10 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     let said = logs(cluster);
     ensure!(said.contains("need the sandboxer: ") && said.contains("/installed"), "{said}");
     facts.expect("pod while it is refused", ours.sh("installed", "echo runs")?, "runs")?;
+    // helm keeps the release as uninstalling, which it does not upgrade.
+    ensure!(helm(cluster, &["upgrade", RELEASE, &chart]).is_err(), "docs/kubernetes.md is wrong");
+    helm(cluster, &["rollback", RELEASE, "3"])?;
+    rolled_out(cluster, "installed")?;
     ours.delete(&["pod/installed"])?;
     // kubelet has not removed the pod's sandbox yet.
     helm(cluster, &["uninstall", RELEASE, "--timeout=300s"]).with_context(|| logs(cluster))?;
