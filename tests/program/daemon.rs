@@ -1,7 +1,7 @@
 //! A daemon in a directory of a test's own.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, ErrorKind};
 use std::os::unix::net::UnixDatagram;
 use std::path::PathBuf;
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
@@ -115,10 +115,11 @@ impl Daemon {
     pub(crate) fn noticed(&self, line: &str) {
         let mut buffer = [0; 4096];
         loop {
-            let length = self
-                .notices
-                .recv(&mut buffer)
-                .unwrap_or_else(|e| panic!("no notice {line:?}: {e}"));
+            let length = match self.notices.recv(&mut buffer) {
+                // The kernel does not restart a call with a timeout (signal(7)).
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                received => received.unwrap_or_else(|e| panic!("no notice {line:?}: {e}")),
+            };
             if std::str::from_utf8(&buffer[..length]).unwrap().lines().any(|l| l == line) {
                 return;
             }
