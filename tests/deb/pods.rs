@@ -83,6 +83,11 @@ impl Pods {
     }
 
     pub fn remove(&self, _name: &str, id: &str) {
+        // containerd may still wait before it connects to a new daemon; kubelet repeats its calls.
+        eventually("containerd answers for the pod", || {
+            let asked = quiet(&format!("crictl inspectp {} 2>&1 >/dev/null || echo no", short(id)));
+            if asked.is_empty() { Ok(()) } else { Err(asked) }
+        });
         run(&format!("crictl rmp --force {}", short(id)));
     }
 
