@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use base::platform::systemd_runs;
 use node::check::Finding;
 
 use crate::cgroup::mounts::{Mounted, ROOT};
@@ -23,11 +24,7 @@ enum Init {
 
 impl Init {
     fn find() -> Self {
-        if Path::new("/run/systemd/system").exists() {
-            Self::Systemd { bus: Path::new(BUS).exists() }
-        } else {
-            Self::Other
-        }
+        if systemd_runs() { Self::Systemd { bus: Path::new(BUS).exists() } } else { Self::Other }
     }
 }
 

@@ -8,6 +8,8 @@ mod sysctls;
 use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
+use base::platform::systemd_runs;
+
 use super::error::shorten;
 use super::files::{Dns, Files};
 use super::record::{self, Record, decode_config};
@@ -186,11 +188,6 @@ fn hostname(id: &str, name: &str, host_network: bool) -> Result<String, Error> {
         return Err(Error::invalid(id, "hostname", "has a zero byte".to_owned()));
     }
     Ok(name.to_owned())
-}
-
-/// Whether systemd is the node's service manager (sd_booted(3)).
-fn systemd_runs() -> bool {
-    Path::new("/run/systemd/system").is_dir()
 }
 
 /// The parent in the form of [`Plan::cgroup_parent`]. `systemd`: it runs.

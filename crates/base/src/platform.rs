@@ -1,4 +1,6 @@
-//! The platform of the node.
+//! The platform of the node, and its service manager.
+
+use std::path::Path;
 
 /// A platform, in the names of OCI images.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,4 +20,9 @@ impl Platform {
             if cfg!(target_arch = "aarch64") { ("arm64", "v8") } else { ("amd64", "") };
         Self { os: "linux", architecture, variant }
     }
+}
+
+/// Whether systemd is the node's service manager (sd_booted(3)).
+pub fn systemd_runs() -> bool {
+    Path::new("/run/systemd/system").is_dir()
 }

@@ -14,7 +14,7 @@ pub(crate) mod containerd;
 mod daemon;
 mod directories;
 pub(crate) mod kubelet;
-mod program;
+pub mod program;
 mod sandboxes;
 pub(crate) mod systemd;
 

@@ -119,7 +119,7 @@ impl NodeChange {
     /// names.
     ///
     /// # Errors
-    /// Several containerds run.
+    /// The caller is not root, or several containerds run.
     fn located(&self, config: &config::Config) -> Result<Self, EnableError> {
         must_be_root()?;
         let found = match &self.containerd_address {
@@ -132,11 +132,10 @@ impl NodeChange {
         Ok(located)
     }
 
-    /// The first steps of both commands: checks for root and a containerd, locks the directory of
-    /// its config, and reads the node. `must_run`: the config file of a containerd that does not
+    /// The first steps of both commands after [`NodeChange::located`]: checks for a containerd, locks
+    /// the directory of its config, and reads the node. `must_run`: the config file of a containerd that does not
     /// run must be named.
     async fn begin(&self, must_run: bool) -> Result<(Option<ConfigLock>, NodeState), EnableError> {
-        must_be_root()?;
         self.restart.as_ref().map_or(Ok(()), RestartBy::check)?;
         let containerd = NodeContainerd::find(&self.subject);
         let must_restart = self.restart.is_some() && !self.dry_run;

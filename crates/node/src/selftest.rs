@@ -140,7 +140,7 @@ fn needed_image(
 
 /// The line about a pause image that the node lacks. `command` repeats the last `enable`.
 fn without_image(name: &str, command: &str) -> String {
-    let offline = if command.contains("--offline") { "" } else { " --offline" };
+    let offline = pause_image::offline(command);
     format!(
         "pause image {name} is not on the node: the test imports one under this name, and removes \
          it; without it pods start only if a registry has it: `{command}{offline}` imports it for \

@@ -112,7 +112,7 @@ async fn examine_config(
     findings.extend(unread);
     findings.extend(config_findings(&table, config));
     let is_asked = match answer {
-        Answer::None(silent) => {
+        Answer::Silent(silent) => {
             findings.push(silent);
             return findings;
         }

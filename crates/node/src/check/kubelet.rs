@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 
 use toml::{Table, Value};
 
-use super::{ENABLE, Finding, systemd};
+use super::{ENABLE, Finding};
+use base::platform::systemd_runs;
 
 const SUBJECT: &str = "kubelet";
 
@@ -33,7 +34,7 @@ pub(crate) struct Handlers {
 /// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to
 /// kubelet.
 pub(super) fn examine(handlers: &Handlers) -> Vec<Finding> {
-    cgroup_driver_findings(handlers, systemd::runs())
+    cgroup_driver_findings(handlers, systemd_runs())
 }
 
 fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {

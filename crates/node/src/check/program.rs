@@ -1,5 +1,6 @@
 //! Programs that a check executes: each ends in time, with a limited output.
 
+use std::ffi::OsString;
 use std::io;
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
@@ -14,10 +15,13 @@ const OUTPUT_MAX: u64 = 4 << 20;
 
 /// The exit status and the output of a program.
 #[derive(Debug)]
-pub(crate) struct Output {
-    pub(crate) status: ExitStatus,
-    pub(crate) stdout: String,
-    pub(crate) stderr: String,
+pub struct Output {
+    /// How it has ended.
+    pub status: ExitStatus,
+    /// Its standard output.
+    pub stdout: String,
+    /// Its standard error.
+    pub stderr: String,
 }
 
 /// Runs a command to its end, with no environment but `PATH`.
@@ -25,11 +29,23 @@ pub(crate) struct Output {
 /// # Errors
 /// It cannot be started, does not end in time, or prints too much.
 pub(crate) async fn run(command: Command) -> Result<Output, String> {
+    run_with(command, std::env::var_os("PATH").map(|path| ("PATH".into(), path))).await
+}
+
+/// Runs a command to its end, with no environment but these variables.
+///
+/// # Errors
+/// As of [`run`].
+pub async fn run_with(
+    mut command: Command,
+    variables: impl IntoIterator<Item = (OsString, OsString)>,
+) -> Result<Output, String> {
+    command.env_clear().envs(variables);
     run_within(command, DEADLINE, OUTPUT_MAX).await
 }
 
 async fn run_within(mut command: Command, deadline: Duration, most: u64) -> Result<Output, String> {
-    command.env_clear().envs(std::env::var_os("PATH").map(|path| ("PATH", path)));
+    // A relative path, or one in PATH, must not lead to a program in the caller's directory.
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut command = tokio::process::Command::from(command);
     let mut child = command.kill_on_drop(true).spawn().map_err(|e| e.to_string())?;

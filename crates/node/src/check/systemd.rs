@@ -1,11 +1,11 @@
 //! Whether systemd starts the sandboxer at boot, before containerd.
 
-use std::path::Path;
 use std::process::Command;
 
 use super::containerd::NodeContainerd;
 use super::program::run;
 use super::{Finding, Level};
+use base::platform::systemd_runs;
 
 const SUBJECT: &str = "systemd";
 
@@ -15,14 +15,14 @@ pub(crate) const SERVICE: &str = "pause-sandboxer.service";
 /// The units of the sandboxer. The socket first: clients need it at boot.
 pub(crate) const UNITS: [&str; 2] = ["pause-sandboxer.socket", SERVICE];
 
-/// Whether systemd is the init system (`sd_booted(3)`).
-pub(crate) fn runs() -> bool {
-    Path::new("/run/systemd/system").exists()
+/// The name of a unit that is a word of the shell, as [`NodeContainerd::unit`] is.
+pub(crate) fn unquoted(unit: &str) -> &str {
+    unit.trim_matches('\'')
 }
 
 /// Queries systemd, if it runs. `containerd` is the one that runs.
 pub(super) async fn examine(containerd: Option<&NodeContainerd>) -> Vec<Finding> {
-    if !runs() {
+    if !systemd_runs() {
         return Vec::new();
     }
     let mut command = Command::new("systemctl");
@@ -66,7 +66,7 @@ fn findings(shown: &str, containerd: Option<(&str, &str)>) -> Vec<Finding> {
 /// The finding about a unit that systemd may start after containerd. `before` are the units that it
 /// is ordered before; `containerd` is a word of the shell; `enable` repeats the last `enable`.
 fn order_finding(unit: &str, before: &str, containerd: &str, enable: &str) -> Option<Finding> {
-    let name = containerd.trim_matches('\'');
+    let name = unquoted(containerd);
     if before.split_whitespace().any(|later| later == name) {
         return None;
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::EnableError;
 use super::changes::{Changes, FileChange};
 use super::trust::check_trusted;
-use crate::check::systemd::UNITS;
+use crate::check::systemd::{UNITS, unquoted};
 
 /// Directory of systemd's units that an administrator has added.
 const DIRECTORY: &str = "/etc/systemd/system";
@@ -32,7 +32,7 @@ fn files() -> impl Iterator<Item = PathBuf> {
 /// A file cannot be read, or others can write it.
 pub(super) fn order(unit: Option<&str>, changes: &mut Changes) -> Result<bool, EnableError> {
     let before = changes.len();
-    let unit = unit.map(|unit| unit.trim_matches('\'')).filter(|unit| *unit != PACKAGED);
+    let unit = unit.map(unquoted).filter(|unit| *unit != PACKAGED);
     for file in files() {
         if unit.is_some() {
             check_trusted(&file)?;

@@ -13,6 +13,7 @@ use crate::check::containerd::NodeContainerd;
 use crate::check::systemd;
 use crate::shell_command;
 use crate::stop_signal;
+use base::platform::systemd_runs;
 use containerd_api::cri::CriClient;
 
 /// Polling interval of CRI.
@@ -41,7 +42,7 @@ impl RestartBy {
     /// # Errors
     /// The option to use instead.
     pub(super) fn check(&self) -> Result<(), String> {
-        if *self == Self::Systemd && !systemd::runs() {
+        if *self == Self::Systemd && !systemd_runs() {
             return Err(
                 "systemd is not running: use --restart-command COMMAND to restart containerd"
                     .to_owned(),
@@ -136,7 +137,7 @@ impl Restart<'_> {
 
 /// Lets systemd read its units again, if it runs.
 pub(super) async fn reload_units(within: Duration, say: Say<'_>) {
-    if !systemd::runs() {
+    if !systemd_runs() {
         return;
     }
     // systemd reads them at the next boot too, for which they are.
@@ -150,7 +151,7 @@ pub(super) async fn reload_units(within: Duration, say: Say<'_>) {
 /// # Errors
 /// The command failed.
 pub(super) async fn restart_daemon(within: Duration) -> Result<bool, String> {
-    if !systemd::runs() {
+    if !systemd_runs() {
         return Ok(false);
     }
     let asked =

@@ -11,7 +11,7 @@ pub(super) enum Answer {
     /// No containerd runs with the examined file.
     NotAsked,
     /// It does not answer.
-    None(Finding),
+    Silent(Finding),
     /// It answers; a finding if it has not loaded all handlers.
     Loaded(Option<Finding>),
 }
@@ -32,7 +32,7 @@ pub(super) async fn ask(node: &NodeContainerd, ours: &[String], cri: &CriClient)
         Err(_) => format!("CRI does not respond within {} s", TIMEOUT.as_secs()),
     };
     let advice = format!("see journalctl -u {0}; then systemctl restart {0}", node.unit);
-    Answer::None(Finding::fail(SUBJECT, format!("{reason}, so no pod can start"), advice))
+    Answer::Silent(Finding::fail(SUBJECT, format!("{reason}, so no pod can start"), advice))
 }
 
 fn loaded_finding(ours: &[String], known: &[String], unit: &str) -> Option<Finding> {

@@ -51,9 +51,13 @@ pub(super) async fn examine(cri: &CriClient, name: &str, command: &str) -> Optio
     }
 }
 
+/// What to add to `command`, which repeats the last `enable`, to import a pause image.
+pub(crate) fn offline(command: &str) -> &'static str {
+    if command.contains("--offline") { "" } else { " --offline" }
+}
+
 fn missing(name: &str, command: &str) -> Finding {
-    let offline = if command.contains("--offline") { "" } else { " --offline" };
-    let way = format!("{ENABLE}{offline}");
+    let way = format!("{ENABLE}{}", offline(command));
     if name == oci_image::NAME {
         let fact = format!(
             "pause image {name} is not on the node, so no pod can start: this containerd pulls it \
