@@ -24,7 +24,7 @@ SCENES = [
         ("systemctl restart pause-sandboxer.service", 0), ("systemctl restart containerd", 0),
         ("pause-sandboxer list", 2), ("crictl create", 1), ("crictl start", 1)]),
     ("Undo it", "undo it", [
-        ("crictl rmp", 2), ("pause-sandboxer disable", 5), ("apt-get --yes purge", 2)]),
+        ("crictl rmp", 2), ("pause-sandboxer disable", 5), ("apt-get -qq purge", 2)]),
 ]
 # Those of src/cli/colour.rs: what was recorded went to a pipe, which gets none.
 COLOURS = {
