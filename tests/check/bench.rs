@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use kit::machine::processes;
 use kit::{ContainerSpec, Handler, Node, Options, Pod, PodSpec, Process};
 use nix::mount::MsFlags;
 use nix::sys::signal::{Signal, kill};
@@ -190,8 +191,8 @@ impl Bench {
     }
 
     /// Stops a process with SIGSTOP until the end of the test.
-    pub(crate) fn stop(&mut self, pid: u32) -> Result<()> {
-        kill(Pid::from_raw(pid.cast_signed()), Signal::SIGSTOP)?;
+    pub(crate) async fn stop(&mut self, pid: u32) -> Result<()> {
+        processes::stop(pid).await?;
         self.stopped = Some(pid);
         Ok(())
     }

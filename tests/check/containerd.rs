@@ -75,7 +75,7 @@ async fn containerd_does_not_run(bench: &mut Bench) -> Result<()> {
 }
 
 async fn containerd_is_stopped_by_a_signal(bench: &mut Bench) -> Result<()> {
-    bench.stop(bench.node.containerd_pid()?)
+    bench.stop(bench.node.containerd_pid()?).await
 }
 
 async fn containerd_is_too_old(bench: &mut Bench) -> Result<()> {

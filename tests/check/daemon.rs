@@ -52,7 +52,7 @@ async fn the_daemon_does_not_run(bench: &mut Bench) -> Result<()> {
 }
 
 async fn the_daemon_is_stopped_by_a_signal(bench: &mut Bench) -> Result<()> {
-    bench.stop(bench.node.sandboxer_pid()?)?;
+    bench.stop(bench.node.sandboxer_pid()?).await?;
     no_answer(bench, "is stopped by a signal; continue it: kill -CONT").await
 }
 

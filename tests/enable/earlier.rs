@@ -269,7 +269,7 @@ async fn pods_are_unknown_until_cri_answers(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
     let before = etc.files();
     let pid = Pid::from_raw(etc.node.containerd_pid()?.cast_signed());
-    kill(pid, Signal::SIGSTOP)?;
+    kit::machine::processes::stop(etc.node.containerd_pid()?).await?;
     let ran = etc.run_beside(&["disable"]).await;
     let checked = etc.run_beside(&["disable", "--check"]).await;
     kill(pid, Signal::SIGCONT)?;

@@ -273,7 +273,7 @@ async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
     let of_pod =
         |p: &processes::Proc| p.command.contains("-shim") && p.command.contains(hanging.id());
     let shim = processes::all()?.into_iter().find(of_pod).context("the pod has no shim")?;
-    kill(Pid::from_raw(shim.pid.cast_signed()), Signal::SIGSTOP)?;
+    processes::stop(shim.pid).await?;
     let removing = tokio::spawn({
         let hanging = hanging.clone();
         async move { hanging.remove().await }

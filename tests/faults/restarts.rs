@@ -393,7 +393,7 @@ async fn node_hung_sandboxer_is_killed(node: Arc<Node>) -> Result<()> {
         let all = processes::all()?;
         let process = all.iter().find(|process| process.cgroups.contains(ends.id()));
         let process = process.context("no process of the container")?.pid;
-        stop(node.sandboxer_pid()?).await?;
+        processes::stop(node.sandboxer_pid()?).await?;
 
         let (cri, id) = (node.clone(), pod.id().to_owned());
         let pending = tokio::spawn(async move { cri.cri().pod_sandbox_status(&id, false).await });
@@ -424,20 +424,6 @@ async fn node_hung_sandboxer_is_killed(node: Arc<Node>) -> Result<()> {
     }
     node.stop_sandboxer().await?;
     node.start_sandboxer().await
-}
-
-/// Stops a process. The signal reaches its threads one after the other, and each may answer until
-/// then.
-async fn stop(pid: u32) -> Result<()> {
-    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGSTOP)?;
-    until("all threads are stopped", LIMIT, async || {
-        for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
-            let status = fs::read_to_string(thread?.path().join("status"))?;
-            ensure!(status.contains("\nState:\tT"), "one runs: {status}");
-        }
-        Ok(())
-    })
-    .await
 }
 
 fn unavailable(answer: &Result<(), grpc::Status>) -> bool {

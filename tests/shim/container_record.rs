@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use kit::machine::processes::stop;
 use kit::{ContainerSpec, Handler, Node, Pod, PodSpec, until};
 use nix::sys::signal::Signal;
 
@@ -414,7 +415,7 @@ async fn shims_that_hang_delay_no_other_pod(harness: Arc<Harness>) -> Result<()>
 /// ever.
 async fn ended_beside(harness: &Harness, hanging: &[(Pod, u32, u32)], other: &Pod) -> Result<()> {
     for (_, shim, pause) in hanging {
-        signal(*shim, Signal::SIGSTOP)?;
+        stop(*shim).await?;
         signal(*pause, Signal::SIGKILL)?;
     }
     for (pod, ..) in hanging {

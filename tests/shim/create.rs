@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use kit::grpc::{self, Client};
+use kit::machine::processes::stop;
 use kit::{Node, PodHome, PodSpec, until};
 use nix::sys::signal::Signal;
 use pause_sandboxer::protos::containers::GetContainerRequest;
@@ -71,7 +72,7 @@ async fn create_waits_while_containerd_is_slow(harness: Arc<Harness>) -> Result<
     let id = format!("b{:063x}", 1);
     let home = node.prepare(PodSpec::new("created").host_network())?;
     let containerd = node.containerd_pid()?;
-    signal(containerd, Signal::SIGSTOP)?;
+    stop(containerd).await?;
     let slow = async {
         tokio::time::sleep(SLOW).await;
         signal(containerd, Signal::SIGCONT)
@@ -97,7 +98,7 @@ async fn create_answers_when_containerd_ends(harness: Arc<Harness>) -> Result<()
     let (node, sandboxer) = (&harness.node, harness.node.sandboxer());
     let id = format!("d{:063x}", 1);
     let home = node.prepare(PodSpec::new("created").host_network())?;
-    signal(node.containerd_pid()?, Signal::SIGSTOP)?;
+    stop(node.containerd_pid()?).await?;
     let killed = async {
         until("entered", SOON, async || Ok(sandboxer.status(&id, false).await?)).await?;
         node.kill_containerd()?;
@@ -130,7 +131,7 @@ async fn a_sandbox_whose_create_was_cancelled_can_be_shut_down(
     let node = &harness.node;
     let home = node.prepare(PodSpec::new("cancelled").host_network())?;
     let containerd = node.containerd_pid()?;
-    signal(containerd, Signal::SIGSTOP)?;
+    stop(containerd).await?;
     let cancelled = cancelled_create(node, &home).await;
     signal(containerd, Signal::SIGCONT)?;
     let id = cancelled?;

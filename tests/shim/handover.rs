@@ -333,7 +333,7 @@ async fn a_shim_that_dies_without_a_daemon_ends_the_pod(harness: Arc<Harness>) -
     let shim = one_shim(&pod).await?;
     harness.node.kill_sandboxer()?;
     let containerd = harness.node.containerd_pid()?;
-    signal(containerd, Signal::SIGSTOP)?;
+    processes::stop(containerd).await?;
     signal(shim.pid, Signal::SIGKILL)?;
     let ends = async {
         let ended = until("not ready", SOON, async || {

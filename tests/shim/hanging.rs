@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use kit::machine::cgroup;
+use kit::machine::processes::stop;
 use kit::{Container, ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 
@@ -96,7 +97,7 @@ async fn a_pod_whose_shim_hangs_is_removed_and_the_node_has_stats(
     let (pod, other) = (harness.pod("hanging").await?, harness.pod("other").await?);
     let lost = pod.run(ContainerSpec::sleeping("a")).await?;
     let container = other.run(ContainerSpec::sleeping("a")).await?;
-    signal(one_shim(&pod).await?.pid, Signal::SIGSTOP)?;
+    stop(one_shim(&pod).await?.pid).await?;
     until("stats of the node", BOUND, async || {
         let stats = harness.node.cri().list_pod_sandbox_stats("").await?;
         ensure!(stats.iter().any(|stats| stats.attributes.id == other.id()), "{stats:?}");
@@ -140,7 +141,7 @@ async fn shims_that_are_slow_or_held_are_not_killed(harness: Arc<Harness>) -> Re
     signal(pids[0], Signal::SIGSTOP)?;
     let frozen = FrozenShim::new(pids[1])?;
     harness.misbehave("Connect", "late 15")?;
-    signal(one_shim(&hanging).await?.pid, Signal::SIGSTOP)?;
+    stop(one_shim(&hanging).await?.pid).await?;
     is_stopped_in_time(&hanging, &lost).await?;
     signal(pids[0], Signal::SIGCONT)?;
     drop((tracer, frozen));

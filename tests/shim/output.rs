@@ -14,11 +14,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use kit::machine::processes::stop;
 use kit::{Container, ContainerSpec, until};
-use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Case, Harness, LIMIT, SOON, cases_of_both, inside, no_shim, one_shim, removed, signal,
+    Case, Harness, LIMIT, SOON, cases_of_both, inside, no_shim, one_shim, removed,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -256,7 +256,7 @@ impl Writer {
                 node.stop_containerd().await?;
             }
             End::KilledBeforeItReads => {
-                signal(node.containerd_pid()?, Signal::SIGSTOP)?;
+                stop(node.containerd_pid()?).await?;
                 self.begin("many", restart)?;
                 self.wait_until_fifo_is_full().await?;
                 node.kill_containerd()?;

@@ -73,7 +73,10 @@ async fn socket(config: &Config) -> Finding {
 #[cfg(test)]
 mod tests {
     use std::io::{Read as _, Write as _};
+    use std::os::fd::AsRawFd as _;
     use std::os::unix::net::UnixListener;
+
+    use nix::sys::socket::{Shutdown, shutdown};
 
     use super::*;
 
@@ -103,7 +106,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { socket: dir.path().join("s"), ..Config::default() };
         assert!(socket(&config).await.fact.contains("is not running: /"));
-        drop(UnixListener::bind(&config.socket).unwrap());
+        let listener = UnixListener::bind(&config.socket).unwrap();
+        // Closing it is not enough: the child of another test may have it until it executes.
+        shutdown(listener.as_raw_fd(), Shutdown::Both).unwrap();
         assert!(socket(&config).await.fact.contains("is not running: /"));
     }
 

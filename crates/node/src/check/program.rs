@@ -35,7 +35,7 @@ pub(crate) async fn run(command: Command) -> Result<Output, String> {
 /// Runs a command to its end, with no environment but these variables.
 ///
 /// # Errors
-/// As of [`run`].
+/// As of `run`.
 pub async fn run_with(
     mut command: Command,
     variables: impl IntoIterator<Item = (OsString, OsString)>,

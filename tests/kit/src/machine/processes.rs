@@ -1,8 +1,16 @@
 //! Processes of the machine, read from /proc.
 
 use std::path::Path;
+use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::until;
+
+/// A process is stopped within this time.
+const STOPPED: Duration = Duration::from_secs(60);
 
 /// One process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,6 +49,23 @@ pub fn all() -> Result<Vec<Proc>> {
         }
     }
     Ok(found)
+}
+
+/// Stops a process with SIGSTOP. The signal reaches its threads one after the other, and each may
+/// answer until then.
+///
+/// # Errors
+/// There is none with this id, or it is not stopped in time.
+pub async fn stop(pid: u32) -> Result<()> {
+    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGSTOP).context("kill")?;
+    until("all threads are stopped", STOPPED, async || {
+        for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+            let status = std::fs::read_to_string(thread?.path().join("status"))?;
+            ensure!(status.contains("\nState:\tT"), "one runs: {status}");
+        }
+        Ok(())
+    })
+    .await
 }
 
 /// One process.

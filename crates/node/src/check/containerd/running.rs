@@ -189,6 +189,8 @@ impl ContainerdProgram {
 mod tests {
     use std::os::unix::net::UnixListener;
 
+    use nix::sys::socket::{Shutdown, shutdown};
+
     use super::*;
 
     #[test]
@@ -234,7 +236,8 @@ mod tests {
         assert!(age < Duration::from_secs(24 * 3600), "{age:?}");
         let output = running.command().arg("--list").output().unwrap();
         assert!(String::from_utf8_lossy(&output.stdout).contains("the_listener_is_the_program"));
-        drop(listener);
+        // Closing it is not enough: the child of another test may have it until it executes.
+        shutdown(listener.as_raw_fd(), Shutdown::Both).unwrap();
         assert_eq!(Running::find(&address).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     }
 
@@ -252,7 +255,8 @@ mod tests {
         let listener = UnixListener::bind(&address).unwrap();
         let stream = OwnedFd::from(std::os::unix::net::UnixStream::connect(&address).unwrap());
         assert!(!has_ended(&stream).unwrap());
-        drop(listener);
+        let (peer, _) = listener.accept().unwrap();
+        peer.shutdown(std::net::Shutdown::Both).unwrap();
         assert!(has_ended(&stream).unwrap());
     }
 }
