@@ -5,7 +5,7 @@
 .PHONY: help build shim install deb package-files release release-check installer-image manifests \
 	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
 	releases conformance test-kubernetes chart fuzz fuzz-short soak test-deb test-vm test-arm64 \
-	prepare tools bench bench-quick flame clean
+	prepare tools bench bench-quick budget flame clean
 
 CARGO ?= cargo
 # Of tools, in little time: unoptimised, without debug information, each crate that several need
@@ -252,6 +252,11 @@ bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; 1
 bench-quick: parts shim $(RUST_SHIM) ## the same with fewer rounds; 3 minutes; needs root and Go
 	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
 		$(CARGO) bench --locked --bench bench -- --quick
+
+# With fewer pods: BUDGET_PODS=110
+budget: parts shim ## memory and times of up to 1000 pods, with both controllers; needs root and Go
+	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
+		$(CARGO) bench --locked --bench bench -- budget $${BUDGET_PODS:-1000}
 
 flame: parts ## the time of a Start by system call; needs root
 	$(CARGO) bench --locked --bench bench -- profile

@@ -18,6 +18,8 @@ use anyhow::{Context, Result, bail};
 
 mod account;
 mod binary;
+mod budget;
+mod chart;
 mod concurrency;
 mod containers;
 mod controller;
@@ -65,7 +67,7 @@ const FULL: Plan = Plan {
     most: 2000,
     containers: 50,
     quiet: Duration::from_secs(60),
-    streams: 7,
+    streams: 11,
 };
 const QUICK: Plan = Plan {
     calls: 30,
@@ -86,19 +88,20 @@ fn main() -> Result<()> {
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     match words.as_slice() {
         ["floor", socket] => runtime.block_on(floor::serve(PathBuf::from(socket))),
+        ["budget", most] => runtime.block_on(budget::measure(most.parse()?)),
         ["profile"] => runtime.block_on(profile::run()),
         [] => runtime.block_on(measure(FULL)),
         ["--quick"] => runtime.block_on(measure(QUICK)),
         // One of the parts, for work on it; no report.
         ["--only", part] => runtime.block_on(only(part)),
-        other => bail!("unknown words {other:?}: nothing, --quick, --only PART or profile"),
+        other => bail!("unknown words {other:?}: nothing, --quick, --only PART, budget or profile"),
     }
 }
 
 async fn measure(plan: Plan) -> Result<()> {
     let begun = Instant::now();
     let mut report = Report::new();
-    let mut setup = Setup::new(&plan).await?;
+    let mut setup = Setup::new().await?;
     for part in PARTS {
         run_part(part, &mut setup, &plan, &mut report)
             .await
@@ -112,7 +115,7 @@ async fn measure(plan: Plan) -> Result<()> {
 async fn only(part: &str) -> Result<()> {
     let mut report = Report::new();
     let plan = QUICK;
-    let mut setup = Setup::new(&plan).await?;
+    let mut setup = Setup::new().await?;
     run_part(part, &mut setup, &plan, &mut report).await?;
     drop(setup);
     report.print();

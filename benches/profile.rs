@@ -11,9 +11,9 @@ use anyhow::{Context, Result, ensure};
 use nix::mount::{MsFlags, mount};
 
 use crate::inside::Inside;
+use crate::kernel;
 use crate::samples::median;
 use crate::setup::Setup;
-use crate::{FULL, kernel};
 
 const TRACEFS: &str = "/sys/kernel/tracing";
 /// Kilobytes of the kernel's buffer per processor.
@@ -88,7 +88,7 @@ struct Call {
 }
 
 pub(crate) async fn run() -> Result<()> {
-    let setup = Setup::new(&FULL).await?;
+    let setup = Setup::new().await?;
     let home = setup.home("profile")?;
     let inside = Inside::open(&setup, &home).await?;
     // The runtime's threads are there before they are counted.

@@ -25,7 +25,7 @@ enum Hold {
 
 use Hold::{AtLeast, AtMost};
 
-const BOUNDS: [Bound; 28] = [
+const BOUNDS: [Bound; 29] = [
     Bound {
         key: "start_builtin_over_ours",
         what: "the controller's Start through containerd, real netns, no CNI",
@@ -95,6 +95,12 @@ const BOUNDS: [Bound; 28] = [
         what: "StopContainer in it",
         hold: AtMost(1.0),
         held_back_by: "runc, with the same time in both",
+    },
+    Bound {
+        key: "remove_container_ours_over_builtin",
+        what: "RemoveContainer in it",
+        hold: AtMost(1.0),
+        held_back_by: "containerd, which takes most of the call with both",
     },
     Bound {
         key: "remove_pod_ours_over_builtin",

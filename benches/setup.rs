@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::account::Account;
 use crate::daemon::Daemon;
-use crate::{Plan, netns};
+use crate::netns;
 
 /// containerd's own controller.
 pub(crate) const BUILTIN: &str = "builtin";
@@ -25,6 +25,9 @@ const RUST_SHIM: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/target/tools/bin/containerd-shim-runc-v2-rs");
 /// This project's with its native driver.
 pub(crate) const OURS: &str = "ours";
+/// Both with crun in place of runc.
+pub(crate) const BUILTIN_CRUN: &str = "builtin_crun";
+pub(crate) const OURS_CRUN: &str = "ours_crun";
 /// A sandboxer that does nothing.
 pub(crate) const FLOOR: &str = "floor";
 
@@ -45,7 +48,12 @@ pub(crate) struct Target {
 impl Target {
     /// The built-in controller with the Rust shim, which is of interest with containers only.
     pub(crate) const fn builtin_with_rust_shim() -> Self {
-        Self { name: BUILTIN_RUST_SHIM, runs_containers: true }
+        Self::named(BUILTIN_RUST_SHIM)
+    }
+
+    /// The one of this name, in whose pods containers run.
+    pub(crate) const fn named(name: &'static str) -> Self {
+        Self { name, runs_containers: true }
     }
 
     /// The CRI runtime handler that has it.
@@ -60,8 +68,12 @@ impl Target {
     }
 
     /// The name of the controller in containerd.
-    fn sandboxer(&self) -> &'static str {
-        if self.name == BUILTIN { "podsandbox" } else { self.name }
+    pub(crate) fn sandboxer(&self) -> &'static str {
+        match self.name {
+            BUILTIN | BUILTIN_CRUN => "podsandbox",
+            OURS_CRUN => OURS,
+            other => other,
+        }
     }
 }
 
@@ -78,10 +90,10 @@ pub(crate) struct Setup {
 
 impl Setup {
     /// Starts containerd and all daemons.
-    pub(crate) async fn new(_: &Plan) -> Result<Self> {
+    pub(crate) async fn new() -> Result<Self> {
         let names: Vec<&'static str> =
             DAEMONS.iter().map(|(name, _)| *name).chain([FLOOR]).collect();
-        let handlers = names.iter().map(|name| handler(name)).chain([rust_shim_handler()]);
+        let handlers = names.iter().map(|name| handler(name)).chain(other_handlers());
         let containerd_config = handlers.collect();
         let node =
             Node::start(Options { containerd_config, lean: true, ..Options::default() }).await?;
@@ -170,9 +182,14 @@ impl Setup {
     }
 }
 
-/// containerd's config of the handler of [`BUILTIN_RUST_SHIM`].
-fn rust_shim_handler() -> String {
-    runtime(BUILTIN_RUST_SHIM, &format!("runtime_path = \"{RUST_SHIM}\""))
+/// containerd's config of the handlers that have no daemon of their own.
+fn other_handlers() -> [String; 3] {
+    let crun = "BinaryName = \"crun\"";
+    [
+        runtime(BUILTIN_RUST_SHIM, &format!("runtime_path = \"{RUST_SHIM}\""), ""),
+        runtime(BUILTIN_CRUN, "", crun),
+        runtime(OURS_CRUN, &format!("sandboxer = \"{OURS}\""), crun),
+    ]
 }
 
 /// containerd's config of one more handler and its sandboxer.
@@ -184,11 +201,11 @@ type = "sandbox"
 address = "{{top}}/{name}.sock"
 "#
     );
-    plugin + &runtime(name, &format!("sandboxer = \"{name}\""))
+    plugin + &runtime(name, &format!("sandboxer = \"{name}\""), "")
 }
 
-/// containerd's config of a handler for runc, with one more setting.
-fn runtime(name: &str, setting: &str) -> String {
+/// containerd's config of a handler for runc, with one more setting and one more option.
+fn runtime(name: &str, setting: &str, option: &str) -> String {
     let table =
         format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
     format!(
@@ -200,6 +217,7 @@ cni_conf_dir = "{{top}}/cni/conf"
 
 [{table}.options]
 Root = "{{top}}/runc"
+{option}
 "#
     )
 }

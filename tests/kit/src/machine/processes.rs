@@ -1,11 +1,13 @@
 //! Processes of the machine, read from /proc.
 
+use std::ops::{AddAssign, Sub};
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde::Serialize;
 
 use crate::until;
 
@@ -99,19 +101,52 @@ pub fn one(pid: u32) -> Result<Proc> {
     })
 }
 
-/// Proportional set size of a process, kilobytes (proc_pid_smaps(5)): a page that processes share
-/// counts once.
+/// Memory of processes, kilobytes (proc_pid_smaps(5)).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Memory {
+    /// Proportional set size: a page that processes share counts once.
+    pub pss: f64,
+    /// Resident set size: a page counts for each process that has it.
+    pub rss: f64,
+}
+
+impl Memory {
+    /// That of one process.
+    ///
+    /// # Errors
+    /// There is none with this id.
+    pub fn of(pid: u32) -> Result<Self> {
+        let path = format!("/proc/{pid}/smaps_rollup");
+        let text = std::fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+        let field = |name: &str| -> Result<f64> {
+            let line = text.lines().find_map(|line| line.strip_prefix(name));
+            let line = line.with_context(|| format!("{path}: no {name}"))?;
+            Ok(line.trim().trim_end_matches(" kB").trim().parse()?)
+        };
+        Ok(Self { pss: field("Pss:")?, rss: field("Rss:")? })
+    }
+}
+
+impl AddAssign for Memory {
+    fn add_assign(&mut self, other: Self) {
+        *self = Self { pss: self.pss + other.pss, rss: self.rss + other.rss };
+    }
+}
+
+impl Sub for Memory {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self { pss: self.pss - other.pss, rss: self.rss - other.rss }
+    }
+}
+
+/// Proportional set size of a process, kilobytes.
 ///
 /// # Errors
 /// There is none with this id.
 pub fn pss(pid: u32) -> Result<f64> {
-    let path = format!("/proc/{pid}/smaps_rollup");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("Pss:"))
-        .with_context(|| format!("{path}: no Pss"))?;
-    Ok(line.trim().trim_end_matches(" kB").trim().parse()?)
+    Memory::of(pid).map(|memory| memory.pss)
 }
 
 /// The namespace of one kind (`net`, `pid`, …) that a process is in, such as `net:[4026531840]`;
