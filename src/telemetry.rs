@@ -74,8 +74,8 @@ metrics! {
         in_flight: Family<MethodLabels, Gauge> = "calls_in_flight";
         /// Sandboxes by state
         sandboxes: Family<StateLabel, Gauge> = "sandboxes";
-        /// Pause processes that exited, for any reason
-        pause_exits: Counter = "pause_exits";
+        /// Pause processes that exited, by reason
+        pause_exits: Family<ReasonLabel, Counter> = "pause_exits";
         /// Failed cleanups, each of which is retried
         cleanup_failures: Counter = "cleanup_failures";
         /// Sandboxes whose last cleanup failed
@@ -111,6 +111,12 @@ pub struct CallLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct MethodLabels {
     method: &'static str,
+}
+
+/// Label of exited pause processes.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ReasonLabel {
+    reason: &'static str,
 }
 
 /// Label of sandboxes.
@@ -173,6 +179,11 @@ impl Telemetry {
         if !method.starts_with("Wait") {
             self.durations.get_or_create(&MethodLabels { method }).observe(took.as_secs_f64());
         }
+    }
+
+    /// Counts the exit of a pause process.
+    pub fn pause_exited(&self, reason: &'static str) {
+        self.pause_exits.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     /// Sets the outcome of the recovery.
@@ -251,6 +262,7 @@ mod tests {
         telemetry.call("Wait").ended("OK");
         let mut running = telemetry.call("Stop");
         telemetry.cleanup_failures.inc();
+        telemetry.pause_exited("signal");
         telemetry.recovered(Duration::from_millis(250), 3, 1);
         let census = Census {
             sandboxes: vec!["ready", "ready"],
@@ -267,6 +279,7 @@ mod tests {
             "pause_sandboxer_calls_in_flight{method=\"Start\"} 0",
             "pause_sandboxer_cleanup_failures_total 1",
             "pause_sandboxer_cleanups_pending 1",
+            "pause_sandboxer_pause_exits_total{reason=\"signal\"} 1",
             "pause_sandboxer_recovery_duration_seconds 0.25",
             "pause_sandboxer_sandboxes{state=\"ready\"} 2",
             "pause_sandboxer_sandboxes{state=\"created\"} 0",

@@ -191,6 +191,20 @@ impl Cgroups {
             && matches!(e, Errno::NOENT | Errno::NODEV)
     }
 
+    /// Whether the kernel has killed a process of this cgroup because memory had run out. False
+    /// where the kernel does not count that, and if the cgroup is gone, as a scope is soon after
+    /// the exit.
+    pub(crate) fn oom_killed(&self, placement: &Placement) -> bool {
+        let Some(cgroup) = placement.path() else { return false };
+        let counter = if self.unified { c"memory.events.local" } else { c"memory.oom_control" };
+        self.hierarchies.iter().any(|hierarchy| {
+            let content = hierarchy.read_file(&below(cgroup, counter)).unwrap_or_default();
+            content.split(|byte| *byte == b'\n').any(|line| {
+                line.strip_prefix(b"oom_kill ").is_some_and(|count| count.trim_ascii() != b"0")
+            })
+        })
+    }
+
     /// Removes the cgroup of a pause process. Processes that are in it are killed: those of a Start
     /// that was interrupted. Gone already is success.
     pub(crate) fn remove(&self, placement: &Placement) -> Vec<StepError> {

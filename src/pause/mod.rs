@@ -140,6 +140,12 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Every step that failed; the others were done all the same.
     fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<StepError>>;
 
+    /// Whether the kernel has killed a process of the cgroup because memory had run out; false
+    /// where that is not known.
+    fn oom_killed(&self, _cgroup: &CgroupRef) -> bool {
+        false
+    }
+
     /// Ends the pause processes that an earlier daemon of the same state directory has made and
     /// whose sandboxes are not `recorded` as started, and removes their cgroups. For recovery,
     /// before anything is started.

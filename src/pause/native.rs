@@ -311,6 +311,11 @@ impl Driver for Native {
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
+    fn oom_killed(&self, cgroup: &CgroupRef) -> bool {
+        cgroup::placement(&cgroup.cgroup_parent, &cgroup.id)
+            .is_ok_and(|placement| self.cgroups.oom_killed(&placement))
+    }
+
     fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         let Some(mark) = &self.mark else { return Ok(()) };
         let decided = Instant::now() + orphans::DECISION_TIMEOUT;

@@ -333,8 +333,10 @@ impl Actor {
                 });
             }
             Action::ReportExit(exit) => {
-                log::info!(sandbox = self.id(), status = exit.status; "sandbox stopped");
-                self.jobs.telemetry().pause_exits.inc();
+                // Without a cause the cleanup finds the reason, which may block.
+                if let Some(cause) = self.machine.cause() {
+                    self.jobs.ended(exit, Some(cause));
+                }
             }
             Action::Kill => {
                 let pause = self.pause.clone()?;
@@ -401,7 +403,7 @@ impl Actor {
     /// Runs a job, a task of its own. A panic in it is a failed job, not the end of the sandbox.
     fn run_job(&mut self, job: Job) {
         let (jobs, to_self) = (self.jobs.clone(), self.to_self.clone());
-        let Published { pid, exit, .. } = *self.published.borrow();
+        let (Published { pid, exit, .. }, cause) = (*self.published.borrow(), self.machine.cause());
         if job == Job::Start {
             self.start_began = Some(Instant::now());
         }
@@ -417,7 +419,7 @@ impl Actor {
                     Outcome::Adopt(guard(jobs.adopt()).await.unwrap_or_else(Adoption::Unknown))
                 }
                 Job::Cleanup => {
-                    let done = guard(jobs.cleanup(pid, exit)).await;
+                    let done = guard(jobs.cleanup(pid, exit, cause)).await;
                     // CRI calls no Stop for a pod whose pause process has ended by itself.
                     jobs.dismiss_shim();
                     Outcome::Teardown(done.unwrap_or_else(|panic| Err(panic.into())))

@@ -50,7 +50,7 @@ pub struct SandboxSummary {
     pub runtime: String,
     /// Cleanups that have failed in a row.
     pub failed_cleanups: u32,
-    /// Why it ended or was quarantined, where more is known than that it did.
+    /// Why it ended or was quarantined.
     pub reason: Option<String>,
     /// Resource usage of the pod; `None` if it was not requested or is unknown.
     pub usage: Option<Usage>,
@@ -112,7 +112,7 @@ pub(super) fn summarize(jobs: &Jobs, published: Published, usage: bool) -> Sandb
         created_at: Some(jobs.facts.created_at),
         runtime: bounded(&jobs.facts.runtime.name, LONGEST_NAME),
         failed_cleanups: published.failures,
-        reason: jobs.shim.death().map(|reason| bounded(&reason, LONGEST_REASON)),
+        reason: jobs.end_reason(published.exit).map(|reason| bounded(&reason, LONGEST_REASON)),
         usage,
         shim_memory,
     }
@@ -153,7 +153,7 @@ pub(super) fn report(
     let mut all = summarize(jobs, published, true).to_json();
     let pid = living(published);
     let add = [
-        ("exit", published.exit.map_or(Value::Null, exit)),
+        ("exit", published.exit.map_or(Value::Null, |ended| exit(ended, jobs))),
         (
             "plan",
             record
@@ -217,8 +217,9 @@ fn or_error<E: std::fmt::Display>(value: Result<Value, E>) -> Value {
     value.unwrap_or_else(|e| json!({ "error": e.to_string() }))
 }
 
-fn exit(exit: Exit) -> Value {
-    json!({ "status": exit.status, "at": rfc3339(exit.at) })
+fn exit(exit: Exit, jobs: &Jobs) -> Value {
+    let reason = jobs.end.get().map(|reason| reason.name());
+    json!({ "status": exit.status, "at": rfc3339(exit.at), "reason": reason })
 }
 
 /// Inodes of the pause process's namespaces, by name.

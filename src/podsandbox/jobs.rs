@@ -4,12 +4,13 @@
 //! each change of threads costs as much as a step.
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 
 use super::container_record::ContainerRecord;
+use super::end_reason::EndReason;
 use super::environment::Environment;
 use super::files::SandboxFiles;
 use super::oci_spec::{self, Description};
@@ -75,6 +76,8 @@ pub struct Jobs {
     start_input: Mutex<Option<Arc<StartInput>>>,
     /// OCI spec and labels for the response of Start, until it is sent.
     description: Mutex<Option<Description>>,
+    /// Why the pause process ended.
+    pub(super) end: OnceLock<EndReason>,
     /// Reserves the level of this pod.
     _level: Option<Box<HeldLevel>>,
 }
@@ -137,6 +140,7 @@ impl Jobs {
             log_context: LogContext::new(record.id.clone(), pod),
             start_input: Mutex::default(),
             description: Mutex::default(),
+            end: OnceLock::new(),
             _level: level.map(Box::new),
             environment: environment.clone(),
         }
@@ -328,10 +332,18 @@ impl Jobs {
     ///
     /// # Errors
     /// Every step that failed.
-    pub async fn cleanup(self: &Arc<Self>, pid: u32, exit: Option<Exit>) -> Result<(), StepErrors> {
+    pub async fn cleanup(
+        self: &Arc<Self>,
+        pid: u32,
+        exit: Option<Exit>,
+        cause: Option<EndReason>,
+    ) -> Result<(), StepErrors> {
         self.delete_task();
         let all = move |jobs: &Self| {
-            let recorded = exit.map(|exit| jobs.store.set_stage(&Stage::Exited { pid, exit }));
+            let recorded = exit.map(|exit| {
+                let reason = Some(jobs.ended(exit, cause));
+                jobs.store.set_stage(&Stage::Exited { pid, exit, reason })
+            });
             if let Some(Err(step)) = recorded {
                 log::warn!(sandbox = jobs.id().as_str(); "failed to record exit: {step}");
             }
@@ -340,6 +352,36 @@ impl Jobs {
             errors
         };
         self.steps(Class::End, all).await.into_result()
+    }
+
+    /// Keeps and reports, once, why the pause process ended: for `cause`, if that is known. Blocks
+    /// otherwise.
+    pub fn ended(&self, exit: Exit, cause: Option<EndReason>) -> EndReason {
+        let mut is_new = false;
+        let reason = *self.end.get_or_init(|| {
+            is_new = true;
+            EndReason::new(exit, cause, || self.driver().oom_killed(&self.facts.cgroup_ref))
+        });
+        if is_new {
+            log::info!(
+                sandbox = self.id().as_str(), status = exit.status, reason = reason.name();
+                "sandbox stopped"
+            );
+            self.telemetry().pause_exited(reason.name());
+        }
+        reason
+    }
+
+    /// Why the sandbox ended, in words. A death of the shim has a record of its own.
+    pub fn end_reason(&self, exit: Option<Exit>) -> Option<String> {
+        let known = self.end.get().zip(exit).map(|(end, exit)| (*end, end.text(exit.status)));
+        match known {
+            None => self.shim.death(),
+            Some((EndReason::ShimDied | EndReason::Unknown, text)) => {
+                Some(self.shim.death().unwrap_or(text))
+            }
+            Some((_, text)) => Some(text),
+        }
     }
 
     /// Removes all that is left: the pause process's cgroup, the pod's shim, files and, when

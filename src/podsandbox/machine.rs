@@ -17,7 +17,7 @@
 //! machine carries out the actions in order and feeds their outcome back; nothing here waits, reads
 //! a clock or touches the system. Phase, exit and failures are written here and nowhere else.
 
-use super::Exit;
+use super::{EndReason, Exit};
 
 /// The phase of a sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,6 +154,8 @@ pub struct Machine {
     phase: Phase,
     /// How the pause process exited, once that is known.
     exit: Option<Exit>,
+    /// Why the pause process is first killed here, if it is.
+    cause: Option<EndReason>,
     job: Option<Job>,
     /// The cleanup after the exit is not done yet.
     cleanup_pending: bool,
@@ -173,6 +175,7 @@ impl Machine {
         Self {
             phase,
             exit,
+            cause: None,
             job: None,
             cleanup_pending: matches!(phase, Phase::NotReady),
             removal_requested: false,
@@ -189,10 +192,12 @@ impl Machine {
         Self { cleanup_pending: false, ..Self::new(Phase::NotReady, Some(exit)) }
     }
 
-    /// After a panic of the actor: forgets everything but the exit and the death of the shim, and
-    /// looks for the pause process again. Readers see the old phase until then.
+    /// After a panic of the actor: forgets everything but the exit, the death of the shim and the
+    /// cause of a kill, and looks for the pause process again. Readers see the old phase until
+    /// then.
     pub fn adopt_again(&mut self) -> Vec<Action> {
-        *self = Self { shim_died: self.shim_died, ..Self::new(Phase::Unknown, self.exit) };
+        let Self { cause, shim_died, .. } = *self;
+        *self = Self { cause, shim_died, ..Self::new(Phase::Unknown, self.exit) };
         let mut out = Vec::new();
         self.run(Job::Adopt, &mut out);
         out
@@ -206,6 +211,11 @@ impl Machine {
     /// How the pause process exited; `None` while it lives, and where there never was one.
     pub fn exit(&self) -> Option<Exit> {
         self.exit
+    }
+
+    /// Why the pause process was first killed, if it was.
+    pub fn cause(&self) -> Option<EndReason> {
+        self.cause
     }
 
     /// Cleanups that have failed in a row and are retried; searches for the pause process do not
@@ -233,7 +243,9 @@ impl Machine {
             }
             Event::StartCallerGone => {
                 self.removal_requested = true;
-                self.kill_if_requested(&mut out);
+                if self.phase == Phase::Ready {
+                    self.kill(EndReason::StartCancelled, &mut out);
+                }
             }
             Event::StartFailed { clean } => {
                 self.job = None;
@@ -262,7 +274,7 @@ impl Machine {
             }
             Event::Exited(exit) => self.exited(exit, &mut out),
             Event::ShimDied => match self.phase {
-                Phase::Ready => out.push(Action::Kill),
+                Phase::Ready => self.kill(EndReason::ShimDied, &mut out),
                 Phase::Unknown => self.shim_died = true,
                 // Without a pause process the sandbox has ended already.
                 _ => {}
@@ -305,7 +317,7 @@ impl Machine {
                 match self.phase {
                     Phase::Created | Phase::Gone => self.complete_rpc(Rpc::Stop, true, out),
                     Phase::Starting => {}
-                    Phase::Ready => out.push(Action::Kill),
+                    Phase::Ready => self.kill(EndReason::Stopped, out),
                     Phase::NotReady | Phase::Unknown => self.proceed(out),
                 }
             }
@@ -315,7 +327,7 @@ impl Machine {
                 match self.phase {
                     Phase::Gone => self.complete_rpc(Rpc::Shutdown, true, out),
                     Phase::Starting => {}
-                    Phase::Ready => out.push(Action::Kill),
+                    Phase::Ready => self.kill(EndReason::Removed, out),
                     Phase::Created | Phase::NotReady | Phase::Unknown => self.proceed(out),
                 }
             }
@@ -352,9 +364,21 @@ impl Machine {
 
     fn kill_if_requested(&mut self, out: &mut Vec<Action>) {
         let shim_died = std::mem::take(&mut self.shim_died);
-        if self.phase == Phase::Ready && (self.removal_requested || self.stop_waits || shim_died) {
-            out.push(Action::Kill);
+        if self.phase != Phase::Ready {
+            return;
         }
+        if shim_died {
+            self.kill(EndReason::ShimDied, out);
+        } else if self.stop_waits {
+            self.kill(EndReason::Stopped, out);
+        } else if self.removal_requested {
+            self.kill(EndReason::Removed, out);
+        }
+    }
+
+    fn kill(&mut self, cause: EndReason, out: &mut Vec<Action>) {
+        self.cause.get_or_insert(cause);
+        out.push(Action::Kill);
     }
 
     /// Starts the next job that is due, unless one runs.

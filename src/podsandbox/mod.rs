@@ -11,6 +11,7 @@ pub use base::platform::Platform;
 
 mod actor;
 mod container_record;
+mod end_reason;
 mod environment;
 mod error;
 mod files;
@@ -33,6 +34,7 @@ mod status;
 mod validate;
 
 pub use container_record::removals_done;
+pub use end_reason::EndReason;
 pub use environment::Environment;
 pub use error::Error;
 pub use inspect::SandboxSummary;

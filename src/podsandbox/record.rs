@@ -23,7 +23,7 @@ use super::files::Files;
 use super::layout::Layout;
 use super::recorded_any::RecordedAny;
 use super::selinux::Labels;
-use super::{Error, SandboxInfo};
+use super::{EndReason, Error, SandboxInfo};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
 use crate::pause::Plan;
@@ -121,6 +121,9 @@ pub enum Stage {
         pid: u32,
         /// How it ended.
         exit: Exit,
+        /// Why it ended.
+        #[serde(default)]
+        reason: Option<EndReason>,
     },
 }
 

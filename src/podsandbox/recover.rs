@@ -298,7 +298,7 @@ async fn adopt_sandbox(
             sandbox.serve_recovered(None, false);
             return Some(sandbox);
         }
-        Stage::Exited { pid, exit } => Entry::NotReady { pid, exit },
+        Stage::Exited { pid, exit, .. } => Entry::NotReady { pid, exit },
         // First, as the search for a shim can take all the time.
         Stage::Started { identity } => adopt(&id, deadline, &jobs, identity).await,
     };
@@ -361,6 +361,9 @@ fn read_sandbox(
     let pod = record.decode_config().as_ref().map(pod_names).unwrap_or_default();
     let level = environment.selinux.hold(&record.labels);
     let jobs = Arc::new(Jobs::new(environment, &record, pod, level));
+    if let Stage::Exited { reason: Some(reason), .. } = stage {
+        let _ = jobs.end.set(reason);
+    }
     let (begun, shim_died) = (jobs.files.begun(), jobs.shim.death().is_some());
     Ok(Some(OnDisk { stage, jobs, begun, shim_died }))
 }

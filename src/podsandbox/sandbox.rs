@@ -45,8 +45,7 @@ const NO_RESTORE_AFTER_START: Duration = Duration::from_millis(20);
 /// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
 
-/// Key of the verbose information that says why the sandbox ended, where we know more than that its
-/// pause process did.
+/// Key of the verbose information that says why the sandbox ended.
 const REASON: &str = "reason";
 
 /// The sandbox as its Task endpoint sees it.
@@ -315,13 +314,15 @@ impl Sandbox {
         if !verbose {
             return Ok(Default::default());
         }
+        let published = self.published();
         let mut info = status::info(
             &self.read_record("status")?,
-            &self.published(),
+            &published,
             &self.environment.layout,
             &self.environment.config,
         )?;
-        info.extend(self.jobs.shim.death().map(|reason| (REASON.to_owned(), reason)));
+        let reason = self.jobs.end_reason(published.exit);
+        info.extend(reason.map(|reason| (REASON.to_owned(), reason)));
         Ok(info)
     }
 

@@ -21,7 +21,7 @@ const PROMETHEUS_METRICS: [&str; 1] = ["up"];
 fn exported() -> BTreeMap<String, BTreeSet<String>> {
     let telemetry = Arc::new(Telemetry::default());
     telemetry.call("Start").ended("OK");
-    telemetry.pause_exits.inc();
+    telemetry.pause_exited("stopped");
     telemetry.cleanup_failures.inc();
     telemetry.restored_files.inc();
     telemetry.restore_failures.inc();

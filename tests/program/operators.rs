@@ -205,7 +205,9 @@ fn lines_of_a_sandbox_name_its_pod_and_the_trace_of_the_call() {
     assert!(line.contains(&format!(" sandbox={ID} pid={pid} duration_ms=")), "{line}");
     let line = daemon.logged("sandbox stopped");
     assert!(
-        line.contains(&format!(" sandbox={ID} status=137 pod=web-0 namespace=prod\n")[..]),
+        line.contains(
+            &format!(" sandbox={ID} status=137 reason=signal pod=web-0 namespace=prod\n")[..]
+        ),
         "{line}"
     );
     controller.shut_down(ID);

@@ -185,7 +185,8 @@ pub fn seeds() -> Seeds {
         (
             "stage-exited".into(),
             json(1, &|| {
-                serde_json::to_vec(&Stage::Exited { pid: 4711, exit: Exit { status: 137, at } })
+                let exit = Exit { status: 137, at };
+                serde_json::to_vec(&Stage::Exited { pid: 4711, exit, reason: None })
             }),
         ),
         ("stage-empty".into(), input(1, Vec::new())),

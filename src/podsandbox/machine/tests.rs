@@ -403,3 +403,35 @@ fn a_second_start_is_refused_in_every_phase() {
         );
     }
 }
+
+#[test]
+fn the_cause_is_that_of_the_first_kill_also_after_a_panic() {
+    use EndReason::{Removed, ShimDied, StartCancelled, Stopped};
+    let ask = Event::RpcReceived;
+    for (event, cause) in [
+        (ask(Rpc::Stop), Stopped),
+        (ask(Rpc::Shutdown), Removed),
+        (Event::ShimDied, ShimDied),
+        (Event::StartCallerGone, StartCancelled),
+    ] {
+        let mut machine = Machine::new(Phase::Ready, None);
+        assert_eq!((machine.cause(), machine.on(event)), (None, vec![Action::Kill]));
+        machine.on(ask(Rpc::Stop));
+        machine.adopt_again();
+        machine.on(Event::AdoptedAlive);
+        machine.on(ask(Rpc::Shutdown));
+        assert_eq!(machine.cause(), Some(cause));
+        // What is asked for while the state is unknown.
+        let mut machine = Machine::new(Phase::Unknown, None);
+        machine.on(event);
+        assert_eq!(machine.cause(), None);
+        machine.on(Event::AdoptedAlive);
+        let found = if cause == StartCancelled { Removed } else { cause };
+        assert_eq!(machine.cause(), Some(found));
+    }
+    // It ended by itself.
+    let mut machine = Machine::new(Phase::Ready, None);
+    machine.on(Event::Exited(EXIT));
+    machine.on(ask(Rpc::Stop));
+    assert_eq!(machine.cause(), None);
+}
