@@ -5,7 +5,6 @@
 //! tmpfs is held by a mount of our own, and [`SandboxFiles::restore`] puts all of it back, the same
 //! tmpfs included.
 
-use std::borrow::Cow;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
@@ -18,13 +17,10 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::layout::Layout;
+use crate::config::Size;
 use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::id::SandboxId;
 use crate::replace_file::replace_file;
-
-/// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it
-/// (`defaultShmSize`).
-const SHM_OPTIONS: &str = "mode=1777,size=67108864";
 
 /// Mounts stacked on one place beyond this are not ours to loop over.
 const MOST_STACKED: usize = 16;
@@ -45,6 +41,14 @@ pub struct Files {
     pub dns: Option<Dns>,
     /// The pod has shared memory of its own; otherwise it uses the node's /dev/shm.
     pub shm: bool,
+    /// The size of that.
+    #[serde(default = "default_shm_size")]
+    pub shm_size: Size,
+}
+
+/// The size in records without one.
+fn default_shm_size() -> Size {
+    Size::SHM
 }
 
 /// CRI `DNSConfig`.
@@ -254,8 +258,14 @@ impl SandboxFiles {
         }
         let (held, flags) =
             (self.held_shm(), MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV);
-        mount(Some("shm"), &held, Some("tmpfs"), flags, Some(shm_options(label).as_ref()))
-            .step_at("mount shared memory", &held)?;
+        mount(
+            Some("shm"),
+            &held,
+            Some("tmpfs"),
+            flags,
+            Some(shm_options(files.shm_size, label).as_str()),
+        )
+        .step_at("mount shared memory", &held)?;
         self.bind_shm()
     }
 
@@ -317,11 +327,12 @@ fn is_written(path: &Path) -> bool {
 
 /// `rootcontext`, not `context`: containerd sets the label of what it mounts into each container
 /// once more, which the latter would refuse.
-fn shm_options(label: &str) -> Cow<'static, str> {
+fn shm_options(size: Size, label: &str) -> String {
+    let options = format!("mode=1777,size={}", size.bytes());
     match label {
-        "" => SHM_OPTIONS.into(),
+        "" => options,
         // Quoted, for a level has commas.
-        label => format!("{SHM_OPTIONS},rootcontext=\"{label}\"").into(),
+        label => format!("{options},rootcontext=\"{label}\""),
     }
 }
 

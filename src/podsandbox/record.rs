@@ -128,6 +128,9 @@ pub enum Stage {
 }
 
 #[cfg(test)]
+use crate::config::Size;
+
+#[cfg(test)]
 impl Record {
     /// A record with this plan, and nothing else.
     pub fn of_plan(plan: Plan) -> Self {
@@ -136,7 +139,7 @@ impl Record {
             id: plan.id.clone(),
             created_at: SystemTime::UNIX_EPOCH,
             plan,
-            files: Files { hostname: String::new(), dns: None, shm: true },
+            files: Files { hostname: String::new(), dns: None, shm: true, shm_size: Size::SHM },
             config: Any::default(),
             netns_path: String::new(),
             info: SandboxInfo::default(),

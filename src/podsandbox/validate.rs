@@ -16,7 +16,7 @@ use super::record::{self, Record, decode_config};
 use super::selinux::{self, HeldLevel, Selinux};
 use super::{CreateRequest, Error};
 use crate::cgroup;
-use crate::config::Config;
+use crate::config::{Config, Size};
 use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::pause::{self, IdMapping, Namespace, Plan, UserNamespace, native};
@@ -30,6 +30,9 @@ const LONGEST_LABEL: usize = 4096;
 
 /// Longest path that is taken from a caller, bytes (`PATH_MAX`).
 const LONGEST_PATH: usize = 4095;
+
+/// Annotation with the size of the pod's shared memory.
+const SHM_SIZE: &str = "pause-sandboxer/shm-size";
 
 /// Checks the id of a call.
 ///
@@ -90,7 +93,12 @@ pub fn check(
         version: record::VERSION,
         id: plan.id.clone(),
         created_at: SystemTime::now(),
-        files: Files { hostname: plan.hostname.clone(), dns, shm: plan.ipc == Namespace::Private },
+        files: Files {
+            hostname: plan.hostname.clone(),
+            dns,
+            shm: plan.ipc == Namespace::Private,
+            shm_size: shm_size(id, &pod, config, plan.ipc)?,
+        },
         plan,
         config: options.clone(),
         netns_path: request.netns_path.clone(),
@@ -293,6 +301,24 @@ fn dns(id: &str, pod: &PodSandboxConfig) -> Result<Option<Dns>, Error> {
         searches: dns.searches.clone(),
         options: dns.options.clone(),
     }))
+}
+
+/// The size of the pod's shared memory: its own, or that of the settings.
+fn shm_size(
+    id: &str,
+    pod: &PodSandboxConfig,
+    config: &Config,
+    ipc: Namespace,
+) -> Result<Size, Error> {
+    let Some(text) = pod.annotations.get(SHM_SIZE) else { return Ok(config.shm_size) };
+    let most = config.shm_size_max.max(config.shm_size);
+    let reason = match text.parse::<Size>() {
+        Err(fault) => format!("{:?} {fault}", shorten(text)),
+        Ok(_) if ipc == Namespace::Node => "the pod uses the node's /dev/shm".to_owned(),
+        Ok(size) if size > most => format!("{size} is more than the node's maximum, {most}"),
+        Ok(size) => return Ok(size),
+    };
+    Err(Error::invalid(id, &format!("annotations[{SHM_SIZE:?}]"), reason))
 }
 
 /// As containerd takes labels (`pkg/labels`): the built-in controller has them on its pause

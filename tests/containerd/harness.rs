@@ -86,6 +86,14 @@ impl Bench {
         self.node.run(self.handler, spec).await
     }
 
+    /// Restarts the sandboxer with further options.
+    pub(crate) async fn restart_with(&self, options: &[&str]) -> Result<()> {
+        self.node.stop_sandboxer().await?;
+        let mut command = self.node.sandboxer_command()?;
+        command.args(options);
+        self.node.start_sandboxer_as(command).await
+    }
+
     /// Says that the two sandboxers differ in `what`, why, and checks that this one does as is said
     /// of it.
     pub(crate) fn differs<T: PartialEq + Debug>(

@@ -107,6 +107,14 @@ async fn reason_becomes(bench: &Bench, id: &str, texts: &[&str]) -> Result<()> {
     .await
 }
 
+/// The memory of a pod, whose cgroup is the parent of its pause process's; bytes.
+pub(crate) fn memory_of_pod(pause: u32) -> Result<u64> {
+    let unified = kit::machine::cgroup::unified()?;
+    let file = if unified { "memory.current" } else { "memory.usage_in_bytes" };
+    let pod = memory_cgroup(pause)?.parent().context("no parent cgroup")?.join(file);
+    Ok(std::fs::read_to_string(pod)?.trim().parse()?)
+}
+
 /// The directory of a process's cgroup of the memory controller.
 fn memory_cgroup(pid: u32) -> Result<PathBuf> {
     let unified = kit::machine::cgroup::unified()?;

@@ -358,6 +358,13 @@ fn others() -> Vec<Case> {
         Case::new("a label of 4097 bytes", pod().label("app", &"v".repeat(4094))),
         Case::new("annotations", pod().with(annotations)),
         Case::new(
+            "an annotation with the size of /dev/shm",
+            pod().with(|config| {
+                let (name, size) = ("pause-sandboxer/shm-size", "32Mi");
+                config.annotations.insert(name.to_owned(), size.to_owned());
+            }),
+        ),
+        Case::new(
             "port_mappings",
             pod().with(|config| {
                 config.port_mappings = vec![PortMapping {

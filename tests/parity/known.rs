@@ -266,6 +266,13 @@ const KNOWN: &[Known] = &[
         .on(&[On::V1, On::Directories]),
     known("without a *", "pause: cpu.weight of its cgroup", "1", "100", CGROUP_NONE)
         .on(&[On::V2, On::Directories]),
+    known(
+        "an annotation with the size of /dev/shm",
+        "container: /dev/shm",
+        "*size=65536k*",
+        "*size=32768k*",
+        "the annotation is this sandboxer's own",
+    ),
     // ---- what is reported of it ----
     known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),

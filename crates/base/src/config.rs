@@ -21,7 +21,7 @@ mod value;
 
 pub use error::ConfigError;
 pub use pattern::Pattern;
-pub use value::{LogFormat, Metrics, ShimOwner, Variable};
+pub use value::{LogFormat, Metrics, ShimOwner, Size, Variable};
 
 use error::line_of;
 pub use value::absolute_path;
@@ -142,6 +142,16 @@ pub struct Config {
     /// pod's containers.
     #[arg(long, value_name = "PATTERN", value_delimiter = ',', verbatim_doc_comment)]
     pub pod_annotations: Vec<Pattern>,
+    /// Size of the /dev/shm of a pod with its own IPC namespace: a number of bytes, or one with the
+    /// suffix Ki, Mi, Gi or Ti. What is in it counts to the memory of the container that wrote it.
+    /// Applies to pods created after the change.
+    #[arg(long, value_name = "SIZE", verbatim_doc_comment)]
+    pub shm_size: Size,
+    /// Largest size that a pod can choose for its /dev/shm by the annotation
+    /// `pause-sandboxer/shm-size`, for example `shm_size_max = "1Gi"`; `shm_size` if that is
+    /// larger. A pod that asks for more is refused.
+    #[arg(long, value_name = "SIZE", verbatim_doc_comment)]
+    pub shm_size_max: Size,
     /// Interval of the garbage collection in seconds, at least 1. It removes sandboxes that are
     /// older, that containerd does not know, and that were never started or got no call since.
     #[arg(long, value_name = "SECONDS", verbatim_doc_comment)]
@@ -180,6 +190,8 @@ impl Default for Config {
             enable_selinux: false,
             selinux_category_range: CATEGORIES,
             pod_annotations: Vec::new(),
+            shm_size: Size::SHM,
+            shm_size_max: Size::SHM,
             forgotten_interval: 60,
             metrics: Metrics::Off,
             log_level: LevelFilter::Info,

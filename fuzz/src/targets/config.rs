@@ -50,6 +50,7 @@ shim_env = ["A=b"]
 restrict_oom_score_adj = true
 selinux_category_range = 7
 pod_annotations = ["a.example/*", "b[^a-c]?\\*"]
+shm_size = "1Gi"
 forgotten_interval = 5
 metrics = "unix:///a/m.sock"
 log_level = "trace"

@@ -69,7 +69,12 @@ fn record(pod: &PodSandboxConfig) -> Record {
         ..Plan::new(ID.try_into().unwrap())
     };
     Record {
-        files: Files { hostname: pod.hostname.clone(), dns: None, shm: true },
+        files: Files {
+            hostname: pod.hostname.clone(),
+            dns: None,
+            shm: true,
+            shm_size: crate::config::Size::SHM,
+        },
         config: any(CONFIG_TYPE, pod.write_to_bytes().unwrap()),
         netns_path: netns.to_owned(),
         ..Record::of_plan(plan)

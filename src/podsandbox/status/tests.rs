@@ -76,7 +76,12 @@ fn record(pod: &PodSandboxConfig) -> Record {
         ..Plan::new(ID.try_into().unwrap())
     };
     Record {
-        files: Files { hostname: "web".to_owned(), dns: None, shm: true },
+        files: Files {
+            hostname: "web".to_owned(),
+            dns: None,
+            shm: true,
+            shm_size: crate::config::Size::SHM,
+        },
         config: blob("runtime.v1.PodSandboxConfig", pod.write_to_bytes().unwrap()),
         netns_path: "/proc/self/ns/net".to_owned(),
         info: SandboxInfo {

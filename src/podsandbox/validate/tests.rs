@@ -91,3 +91,36 @@ fn labels_are_as_long_as_containerd_takes_them() {
     let error = checked(4001).unwrap_err();
     assert!(error.contains("has 4097 bytes, key and value together, more than 4096"), "{error}");
 }
+
+/// Promise: invalid_request_names_the_field.
+#[test]
+fn a_pod_chooses_the_size_of_its_shared_memory_up_to_the_maximum() {
+    let setting = |text: &str| text.parse::<Size>().unwrap();
+    let checked = |annotation: Option<&str>, most: &str, ipc| {
+        let mut pod = PodSandboxConfig::new();
+        pod.annotations.extend(annotation.map(|size| (SHM_SIZE.to_owned(), size.to_owned())));
+        let config =
+            Config { shm_size: setting("128Mi"), shm_size_max: setting(most), ..Config::default() };
+        shm_size("id", &pod, &config, ipc).map(|size| size.to_string()).map_err(|e| e.to_string())
+    };
+    let private = Namespace::Private;
+    assert_eq!(checked(None, "1Gi", private).unwrap(), "128Mi");
+    assert_eq!(checked(None, "1Gi", Namespace::Node).unwrap(), "128Mi");
+    assert_eq!(checked(Some("1"), "1Gi", private).unwrap(), "1");
+    assert_eq!(checked(Some("1Gi"), "1Gi", private).unwrap(), "1Gi");
+    // A maximum below the setting for all pods is no other maximum.
+    assert_eq!(checked(Some("128Mi"), "64Mi", private).unwrap(), "128Mi");
+    let long = "9".repeat(1 << 20);
+    for (size, most, ipc, reason) in [
+        ("1073741825", "1Gi", private, "1073741825 is more than the node's maximum, 1Gi"),
+        ("129Mi", "64Mi", private, "129Mi is more than the node's maximum, 128Mi"),
+        ("0", "1Gi", private, "\"0\" must be a number of bytes from 1 to "),
+        (&long, "1Gi", private, "9\u{2026}\" must be a number of bytes from 1 to "),
+        ("1Mi", "1Gi", Namespace::Node, "the pod uses the node's /dev/shm"),
+    ] {
+        let error = checked(Some(size), most, ipc).unwrap_err();
+        let field = "sandbox \"id\": annotations[\"pause-sandboxer/shm-size\"]: ";
+        assert!(error.starts_with(field) && error.contains(reason), "{error}");
+        assert!(error.len() < 400, "{error}");
+    }
+}

@@ -59,6 +59,8 @@ fn every_setting_takes_effect_from_file_and_flag() {
         enable_selinux = true
         selinux_category_range = 7
         pod_annotations = ["a.example/*", "b"]
+        shm_size = "1Gi"
+        shm_size_max = "3"
         forgotten_interval = 6
         metrics = "unix:///a/m.sock"
         log_level = "trace"
@@ -156,6 +158,8 @@ fn errors_name_file_line_and_setting() {
         ("abandoned_after = 1", "c.toml:1: abandoned_after: unknown field "),
         ("a = 1\nsocket =", "c.toml:2: "),
         ("log_level = \"info\"\nlog_level = \"info\"", "c.toml:2: "),
+        ("shm_size = '64MB'", "c.toml:1: shm_size: must be a number of bytes from 1 to "),
+        ("shm_size_max = 1", "c.toml:1: shm_size_max: invalid type: integer `1`, "),
         ("metrics = '0.0.0.0:1'", "c.toml:1: metrics: must be off, unix:///PATH or a loopback "),
     ] {
         let said = error(text);
@@ -209,6 +213,31 @@ fn variables_are_names_with_values() {
         ("NAMESPACE=x", "NAMESPACE is set by the sandboxer"),
     ] {
         assert_eq!(text.parse::<Variable>().unwrap_err(), fault);
+    }
+}
+
+#[test]
+fn sizes_are_bytes_or_binary_quantities() {
+    for (text, bytes, shown) in [
+        ("64Mi", 64 << 20, "64Mi"),
+        ("67108864", 64 << 20, "64Mi"),
+        ("1025Ki", 1025 << 10, "1025Ki"),
+        ("2048Gi", 2 << 40, "2Ti"),
+        ("0000000000000000000001", 1, "1"),
+        ("9223372036854775807", i64::MAX as u64, "9223372036854775807"),
+        ("8388607Ti", 8_388_607 << 40, "8388607Ti"),
+    ] {
+        let size: Size = text.parse().unwrap();
+        assert_eq!((size.bytes(), size.to_string().as_str()), (bytes, shown), "{text}");
+    }
+    // A tmpfs of size 0 has no limit, and one close to 2^64 overflows to 0 pages.
+    for bad in [
+        "", "0", "0Mi", "-1", "+1", "1.5Gi", "1e9", "64M", "64mi", "64 Mi", " 64Mi", "Mi", "0x40",
+        "9223372036854775808", "18446744073709551615", "18446744073709551616", "8388608Ti",
+        "16777216Ti", "99999999999999999999Ki", "64Mi,mode=0", "64Mi\0", "٦٤", "50%", "max",
+    ] {
+        let fault = bad.parse::<Size>().unwrap_err();
+        assert!(fault.starts_with("must be a number of bytes from 1 to 9223372036854775807"));
     }
 }
 

@@ -59,7 +59,7 @@ macro_rules! as_text {
     )+};
 }
 
-as_text!(Metrics, Pattern, Variable);
+as_text!(Metrics, Pattern, Size, Variable);
 
 /// A variable of the environment.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
@@ -94,6 +94,57 @@ impl FromStr for Variable {
             return Err(format!("{name} is set by the sandboxer"));
         }
         Ok(Self { name: name.to_owned(), value: value.to_owned() })
+    }
+}
+
+/// A size in bytes, as a whole number that may have a binary suffix of Kubernetes' quantities.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Size(u64);
+
+/// The suffixes of sizes, with their exponents of 2.
+const UNITS: [(&str, u32); 4] = [("Ti", 40), ("Gi", 30), ("Mi", 20), ("Ki", 10)];
+
+impl Size {
+    /// The size of a /dev/shm where no one sets one, as containerd's built-in controller makes it
+    /// (`defaultShmSize`).
+    pub const SHM: Self = Self(64 << 20);
+
+    /// The largest quantity of Kubernetes. The kernel rounds sizes up to pages.
+    const LARGEST: u64 = i64::MAX.unsigned_abs();
+
+    /// The number of bytes.
+    pub fn bytes(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match UNITS.iter().find(|(_, exponent)| self.0.trailing_zeros() >= *exponent) {
+            Some((suffix, exponent)) => write!(f, "{}{suffix}", self.0 >> exponent),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let unit = |(suffix, exponent): &(&str, u32)| Some((text.strip_suffix(suffix)?, *exponent));
+        let (number, exponent) = UNITS.iter().find_map(unit).unwrap_or((text, 0));
+        // A sign is no digit, and 0 has no bytes: a tmpfs of that size would have no limit.
+        let digits = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+        let bytes = || number.parse::<u64>().ok()?.checked_mul(1 << exponent);
+        match digits.then(bytes).flatten() {
+            Some(bytes) if (1..=Self::LARGEST).contains(&bytes) => Ok(Self(bytes)),
+            _ => Err(format!(
+                "must be a number of bytes from 1 to {}, or one with the suffix Ki, Mi, Gi or Ti, \
+                 such as 64Mi",
+                Self::LARGEST
+            )),
+        }
     }
 }
 
