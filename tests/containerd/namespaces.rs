@@ -1,6 +1,6 @@
 //! Which namespaces the containers of a pod share: with each other, with the pause, with the node.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use kit::cri::api::NamespaceMode;
 use kit::machine::processes;
 use kit::{Container, ContainerSpec, Pod, PodSpec};
@@ -13,7 +13,10 @@ fn key() -> u32 {
 }
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![both: shared_pid, private_pid, shared_ipc, host_pid, host_ipc, root_of_the_pause]
+    let mut cases =
+        cases![both: shared_pid, private_pid, shared_ipc, host_pid, host_ipc, root_of_the_pause];
+    cases.extend(cases![ours, "it has no such setting": sysctls_of_the_settings]);
+    cases
 }
 
 async fn two(bench: &Bench, spec: PodSpec) -> Result<(Pod, Container, Container)> {
@@ -194,4 +197,34 @@ fn on_the_node() -> Result<bool> {
     Ok(std::fs::read_to_string("/proc/sysvipc/shm")?
         .lines()
         .any(|l| l.split_whitespace().next() == Some(&key)))
+}
+
+/// Pods get them if they own the namespace and do not set them themselves.
+async fn sysctls_of_the_settings(bench: Bench) -> Result<()> {
+    const READ: &str = "cat /proc/sys/net/ipv4/tcp_keepalive_time /proc/sys/kernel/msgmax";
+    let node = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_keepalive_time")?;
+    bench
+        .restart_with(&[
+            "--sysctls=net.ipv4.tcp_keepalive_time=601",
+            "--sysctls=kernel.msgmax=7777",
+        ])
+        .await?;
+    for (spec, expected) in [
+        (PodSpec::new("default"), "601\n7777\n".to_owned()),
+        (
+            PodSpec::new("own").sysctl("net.ipv4.tcp_keepalive_time", "602"),
+            "602\n7777\n".to_owned(),
+        ),
+        (PodSpec::new("node").host_network(), format!("{node}7777\n")),
+    ] {
+        let pod = bench.run(spec).await?;
+        let seen = pod.run(ContainerSpec::sleeping("main")).await?.sh(READ).await?;
+        ensure!(seen == expected, "{seen:?}, not {expected:?}");
+        pod.remove().await?;
+    }
+    // The error of a value that the kernel refuses names it.
+    bench.restart_with(&["--sysctls=kernel.msgmax=-1"]).await?;
+    let refused = bench.run(PodSpec::new("refused")).await.err().context("-1 was set")?;
+    ensure!(format!("{refused:#}").contains("/proc/sys/kernel/msgmax"), "{refused:#}");
+    bench.restart_with(&[]).await
 }

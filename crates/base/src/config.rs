@@ -21,7 +21,7 @@ mod value;
 
 pub use error::ConfigError;
 pub use pattern::Pattern;
-pub use value::{LogFormat, Metrics, ShimOwner, Size, Variable};
+pub use value::{LogFormat, Metrics, ShimOwner, Size, Sysctl, Variable};
 
 use error::line_of;
 pub use value::absolute_path;
@@ -152,6 +152,13 @@ pub struct Config {
     /// larger. A pod that asks for more is refused.
     #[arg(long, value_name = "SIZE", verbatim_doc_comment)]
     pub shm_size_max: Size,
+    /// Sysctls that pods get if they do not set them themselves, for example
+    /// `sysctls = ["net.core.somaxconn=4096", "net.ipv4.tcp_keepalive_time=600"]`. Only sysctls of
+    /// a pod's namespaces; a pod that uses the node's network or IPC does not get those of it. A
+    /// pod does not start if the kernel refuses the value. Applies to pods created after the
+    /// change.
+    #[arg(long, value_name = "NAME=VALUE", verbatim_doc_comment)]
+    pub sysctls: Vec<Sysctl>,
     /// Interval of the garbage collection in seconds, at least 1. It removes sandboxes that are
     /// older, that containerd does not know, and that were never started or got no call since.
     #[arg(long, value_name = "SECONDS", verbatim_doc_comment)]
@@ -192,6 +199,7 @@ impl Default for Config {
             pod_annotations: Vec::new(),
             shm_size: Size::SHM,
             shm_size_max: Size::SHM,
+            sysctls: Vec::new(),
             forgotten_interval: 60,
             metrics: Metrics::Off,
             log_level: LevelFilter::Info,
@@ -384,11 +392,8 @@ impl Config {
         if self.forgotten_interval == 0 {
             return Err(("forgotten_interval", "must be at least 1".to_owned()));
         }
-        let mut names = BTreeSet::new();
-        match self.shim_env.iter().find(|variable| !names.insert(&variable.name)) {
-            Some(twice) => Err(("shim_env", format!("{} is set twice", twice.name))),
-            None => Ok(()),
-        }
+        set_once("shim_env", self.shim_env.iter().map(|variable| &variable.name))?;
+        set_once("sysctls", self.sysctls.iter().map(|sysctl| &sysctl.name))
     }
 
     fn check_sockets(&self) -> Result<(), (&'static str, String)> {
@@ -448,6 +453,17 @@ impl Config {
         }
         Ok(())
     }
+}
+
+/// # Errors
+/// A name that a setting has twice.
+fn set_once<'a>(
+    setting: &'static str,
+    mut names: impl Iterator<Item = &'a String>,
+) -> Result<(), (&'static str, String)> {
+    let mut seen = BTreeSet::new();
+    let twice = names.find(|name| !seen.insert(*name));
+    twice.map_or(Ok(()), |name| Err((setting, format!("{name} is set twice"))))
 }
 
 /// The meaning of a setting, in lines; the last names its values if it has a choice.

@@ -6,4 +6,5 @@ pub mod id;
 pub mod platform;
 pub mod replace_file;
 pub mod runtime;
+pub mod sysctl;
 pub mod time;

@@ -51,6 +51,7 @@ restrict_oom_score_adj = true
 selinux_category_range = 7
 pod_annotations = ["a.example/*", "b[^a-c]?\\*"]
 shm_size = "1Gi"
+sysctls = ["net.core.somaxconn=4096"]
 forgotten_interval = 5
 metrics = "unix:///a/m.sock"
 log_level = "trace"

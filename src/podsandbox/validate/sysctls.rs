@@ -2,13 +2,16 @@
 
 use std::collections::BTreeSet;
 
+use base::sysctl::{self, Namespace as Of};
+
 use crate::config::Config;
 use crate::pause::Namespace;
 use crate::podsandbox::Error;
 use crate::podsandbox::error::shorten;
 use crate::protos::cri::{LinuxSandboxSecurityContext, NamespaceMode, PodSandboxConfig};
 
-/// The sysctls that the pod asks for, by name, and then those that the settings add.
+/// The sysctls that the pod asks for, by name, and then those that the settings add: a pod's own
+/// win.
 ///
 /// # Errors
 /// [`Error::Invalid`]: one is malformed, or would change the node.
@@ -31,26 +34,34 @@ pub(super) fn check(
                 reason.to_owned(),
             ))
         };
-        let plain = name.split('.').all(|part| !part.is_empty() && !part.contains(['/', '\0']));
-        if !plain || value.contains('\0') {
+        if !sysctl::is_name(name) || value.contains('\0') {
             return refuse("is not a sysctl name, or its value has a zero byte");
         }
-        match namespace_of(name) {
-            Some(Sysctl::Network) if host_network => {
+        match sysctl::namespace_of(name) {
+            Some(Of::Network) if host_network => {
                 return refuse("the pod uses the node's network");
             }
-            Some(Sysctl::Ipc) if ipc == Namespace::Node => {
+            Some(Of::Ipc) if ipc == Namespace::Node => {
                 return refuse("the pod uses the node's IPC");
             }
-            Some(Sysctl::Uts) if host_network => {
+            Some(Of::Uts) if host_network => {
                 return refuse("the pod uses the node's network and so its UTS namespace");
             }
             Some(_) => {}
             None => return refuse("is not namespaced, it would change the node"),
         }
     }
+    let own: BTreeSet<String> = wanted.iter().map(|(name, _)| name.clone()).collect();
+    let is_pods = |name: &str| match sysctl::namespace_of(name) {
+        Some(Of::Ipc) => ipc == Namespace::Private,
+        of => of.is_some() && !host_network,
+    };
+    let defaults = config.sysctls.iter().filter(|s| !own.contains(&s.name) && is_pods(&s.name));
+    wanted.extend(defaults.map(|sysctl| (sysctl.name.clone(), sysctl.value.clone())));
     if !host_network {
-        let given: BTreeSet<&str> = pod.linux.sysctls.keys().map(String::as_str).collect();
+        let set = config.sysctls.iter().map(|sysctl| sysctl.name.as_str());
+        let given: BTreeSet<&str> =
+            pod.linux.sysctls.keys().map(String::as_str).chain(set).collect();
         let userns = security.namespace_options.userns_options.as_ref();
         let userns = userns.is_some_and(|u| u.mode.enum_value() == Ok(NamespaceMode::POD));
         let (ports, ping) = ("net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range");
@@ -64,58 +75,4 @@ pub(super) fn check(
         wanted.extend(defaults);
     }
     Ok(wanted)
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Sysctl {
-    Network,
-    Ipc,
-    Uts,
-}
-
-/// The namespace that a sysctl belongs to, as runc knows it; `None`: it is the node's.
-fn namespace_of(name: &str) -> Option<Sysctl> {
-    const IPC: [&str; 8] = [
-        "kernel.msgmax",
-        "kernel.msgmnb",
-        "kernel.msgmni",
-        "kernel.sem",
-        "kernel.shmall",
-        "kernel.shmmax",
-        "kernel.shmmni",
-        "kernel.shm_rmid_forced",
-    ];
-    if IPC.contains(&name) || name.starts_with("fs.mqueue.") {
-        Some(Sysctl::Ipc)
-    } else if name.starts_with("net.") {
-        Some(Sysctl::Network)
-    } else if name == "kernel.domainname" {
-        Some(Sysctl::Uts)
-    } else {
-        None
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Promise: invalid_request_names_the_field.
-    #[test]
-    fn sysctls_have_the_namespaces_that_runc_gives_them() {
-        assert_eq!(namespace_of("net.core.somaxconn"), Some(Sysctl::Network));
-        assert_eq!(namespace_of("kernel.shmmax"), Some(Sysctl::Ipc));
-        assert_eq!(namespace_of("fs.mqueue.msg_max"), Some(Sysctl::Ipc));
-        assert_eq!(namespace_of("kernel.domainname"), Some(Sysctl::Uts));
-        for node in [
-            "vm.swappiness",
-            "kernel.pid_max",
-            "kernel.shmmaxx",
-            "fs.file-max",
-            "kernel.hostname",
-            "netx.a",
-        ] {
-            assert_eq!(namespace_of(node), None, "{node}");
-        }
-    }
 }

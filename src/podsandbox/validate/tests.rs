@@ -124,3 +124,37 @@ fn a_pod_chooses_the_size_of_its_shared_memory_up_to_the_maximum() {
         assert!(error.len() < 400, "{error}");
     }
 }
+
+#[test]
+fn sysctls_of_the_settings_go_to_pods_that_own_the_namespace_and_do_not_set_them() {
+    let (network, ipc, ports) =
+        ("net.core.somaxconn", "kernel.msgmax", "net.ipv4.ip_unprivileged_port_start");
+    let set = |name: &str| format!("{name}=7").parse().unwrap();
+    let config = Config {
+        sysctls: vec![set(network), set(ipc), set("kernel.domainname"), set(ports)],
+        enable_unprivileged_icmp: false,
+        ..Config::default()
+    };
+    let checked = |own: &[&str], host_network, ipc| {
+        let mut pod = PodSandboxConfig::new();
+        let linux = pod.linux.mut_or_insert_default();
+        linux.sysctls = own.iter().map(|name| ((*name).to_owned(), "1".to_owned())).collect();
+        let security = Default::default();
+        let found = sysctls::check("id", &pod, &config, host_network, ipc, &security).unwrap();
+        found.into_iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>()
+    };
+    let (private, node) = (Namespace::Private, Namespace::Node);
+    let all = ["net.core.somaxconn=7", "kernel.msgmax=7", "kernel.domainname=7"];
+    let port = "net.ipv4.ip_unprivileged_port_start=7";
+    assert_eq!(checked(&[], false, private), [&all[..], &[port]].concat());
+    assert_eq!(checked(&[], true, private), ["kernel.msgmax=7"]);
+    assert_eq!(checked(&[], false, node), [all[0], all[2], port]);
+    assert!(checked(&[], true, node).is_empty());
+    // However the pod writes it.
+    for own in [network, "net/core/somaxconn"] {
+        let expected = ["net.core.somaxconn=1", all[1], all[2], port];
+        assert_eq!(checked(&[own], false, private), expected);
+    }
+    assert_eq!(checked(&[ports], false, private)[0], "net.ipv4.ip_unprivileged_port_start=1");
+    assert_eq!(checked(&[ports], false, private).len(), 4);
+}

@@ -61,6 +61,7 @@ fn every_setting_takes_effect_from_file_and_flag() {
         pod_annotations = ["a.example/*", "b"]
         shm_size = "1Gi"
         shm_size_max = "3"
+        sysctls = ["net.core.somaxconn=7", "kernel.sem=1 2 3 4"]
         forgotten_interval = 6
         metrics = "unix:///a/m.sock"
         log_level = "trace"
@@ -158,6 +159,12 @@ fn errors_name_file_line_and_setting() {
         ("abandoned_after = 1", "c.toml:1: abandoned_after: unknown field "),
         ("a = 1\nsocket =", "c.toml:2: "),
         ("log_level = \"info\"\nlog_level = \"info\"", "c.toml:2: "),
+        ("sysctls = ['vm.swappiness=1']", "c.toml:1: sysctls: vm.swappiness is not namespaced"),
+        ("sysctls = ['net.core.somaxconn']", "c.toml:1: sysctls: \"net.core.somaxconn\" is not "),
+        ("sysctls = ['net/core/x=1']", "c.toml:1: sysctls: \"net/core/x=1\" is not NAME=value"),
+        ("sysctls = ['net...x=1']", "c.toml:1: sysctls: \"net...x=1\" is not NAME=value"),
+        ("sysctls = ['net.a=']", "c.toml:1: sysctls: \"net.a=\" has no value"),
+        ("sysctls = [\"net.a=1\\n2\"]", "c.toml:1: sysctls: \"net.a=1\\n2\" has no value, or a "),
         ("shm_size = '64MB'", "c.toml:1: shm_size: must be a number of bytes from 1 to "),
         ("shm_size_max = 1", "c.toml:1: shm_size_max: invalid type: integer `1`, "),
         ("metrics = '0.0.0.0:1'", "c.toml:1: metrics: must be off, unix:///PATH or a loopback "),
@@ -192,6 +199,7 @@ fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
         ("socket = \"/sock\"", "c.toml:1: socket: "),
         ("socket = \"/a/s\"\nmetrics = \"unix:///a/s.ttrpc\"", "c.toml:2: metrics: "),
         ("shim_env = [\"A=b\", \"A=c\"]", "c.toml:1: shim_env: A is set twice"),
+        ("sysctls = [\"net.a=1\", \"net.a=2\"]", "c.toml:1: sysctls: net.a is set twice"),
     ] {
         assert!(error(text).starts_with(fault), "{text}: {}", error(text));
     }

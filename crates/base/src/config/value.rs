@@ -11,6 +11,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::Pattern;
+use crate::sysctl::{is_name, namespace_of};
 
 /// Variables of the runtime-v2 protocol, which describe the node to a shim: the sandboxer alone
 /// sets them.
@@ -59,7 +60,7 @@ macro_rules! as_text {
     )+};
 }
 
-as_text!(Metrics, Pattern, Size, Variable);
+as_text!(Metrics, Pattern, Size, Sysctl, Variable);
 
 /// A variable of the environment.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
@@ -92,6 +93,39 @@ impl FromStr for Variable {
         }
         if PROTOCOL.contains(&name) {
             return Err(format!("{name} is set by the sandboxer"));
+        }
+        Ok(Self { name: name.to_owned(), value: value.to_owned() })
+    }
+}
+
+/// A sysctl of a pod's own namespaces, with its value.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Sysctl {
+    /// Its name, with dots.
+    pub name: String,
+    /// Its value.
+    pub value: String,
+}
+
+impl fmt::Display for Sysctl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.name, self.value)
+    }
+}
+
+impl FromStr for Sysctl {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let Some((name, value)) = text.split_once('=').filter(|(name, _)| is_name(name)) else {
+            return Err(format!("{text:?} is not NAME=value, with dots in the name"));
+        };
+        if value.is_empty() || text.contains(char::is_control) {
+            return Err(format!("{text:?} has no value, or a control character"));
+        }
+        if namespace_of(name).is_none() {
+            return Err(format!("{name} is not namespaced, it would change the node"));
         }
         Ok(Self { name: name.to_owned(), value: value.to_owned() })
     }
