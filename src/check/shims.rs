@@ -92,6 +92,7 @@ async fn inherited(config: &Config) -> Result<(Vec<Finding>, Inheritance), Findi
     let own = read(daemon.as_deref().unwrap_or("self"))?;
     let asked =
         containerd::ask(&config.containerd_address).await.map(|(_, inheritance)| inheritance);
+    let asked = asked.map(|inheritance| inheritance.with(&config.container_limits));
     let findings = compare(&asked, &own);
     Ok((findings, asked.or_else(|_| read("self").map(containerd::substitute))?))
 }

@@ -78,6 +78,7 @@ impl Environment {
                 .iter()
                 .map(|v| (v.name.clone(), v.value.clone()))
                 .collect(),
+            limits: config.container_limits.clone(),
             own_shim,
         };
         let shims = Arc::new(Shims::new(settings)?);

@@ -11,6 +11,7 @@ use std::process::Command;
 use rustix::process::{Resource, Rlimit};
 use serde::{Deserialize, Serialize};
 
+use crate::config::ContainerLimit;
 use crate::error::{IoContext as _, StepError};
 use crate::sys;
 
@@ -62,6 +63,17 @@ impl Limits {
             *limit = (value()?, value()?);
         }
         Some(Self(limits))
+    }
+
+    /// Replaces the limits that an operator has set.
+    fn replace(&mut self, limits: &[ContainerLimit]) {
+        for ContainerLimit { name, soft, hard } in limits {
+            let option = format!("Limit{}=", name.to_uppercase());
+            let all = RESOURCES.iter().zip(&mut self.0);
+            for (_, limit) in all.filter(|((_, own), _)| **own == option) {
+                *limit = (*soft, *hard);
+            }
+        }
     }
 
     /// Each resource with its limit.
@@ -175,6 +187,13 @@ impl Inheritance {
         pairs.filter(|(_, theirs, own)| theirs != own).collect()
     }
 
+    /// The attributes with the limits that an operator has set in place of their own.
+    #[must_use]
+    pub fn with(mut self, limits: &[ContainerLimit]) -> Self {
+        self.limits.replace(limits);
+        self
+    }
+
     /// Gives the program of a command the limits and the umask. A hard limit that the system does
     /// not permit to raise stays.
     pub fn give_to(&self, command: &mut Command) {
@@ -234,6 +253,24 @@ mod tests {
         assert_eq!(beyond("1024 unlimited"), ["LimitNOFILE="]);
         let may = parse("512 4096", &STATUS.replace("0000000000000000", "1000000"), "0");
         assert!(parse("1024 4097", STATUS, "0").limits_beyond(&may).is_empty());
+    }
+
+    #[test]
+    fn limits_of_an_operator_replace_those_of_the_same_name() {
+        let set = ["core=0", "nofile=2048:4096", "memlock=unlimited", "rtprio=5"];
+        let set = set.map(|limit| limit.parse().unwrap());
+        let (before, after) =
+            (parse("1024 8192", STATUS, "0"), parse("1024 8192", STATUS, "0").with(&set));
+        let changed = |(index, (before, after))| (before != after).then_some((index, after));
+        let pairs = before.limits.0.into_iter().zip(after.limits.0).enumerate();
+        let core = (4, (Some(0), Some(0)));
+        let expected = [core, (7, (Some(2048), Some(4096))), (14, (Some(5), Some(5)))];
+        assert_eq!(pairs.filter_map(changed).collect::<Vec<_>>(), expected);
+        // Every name that a setting takes is that of a resource.
+        for name in ["core", "memlock", "msgqueue", "nofile", "nproc", "rtprio", "sigpending"] {
+            let limit = format!("{name}=1024:2048").parse().unwrap();
+            assert_ne!(before.clone().with(&[limit]).limits, before.limits, "{name}");
+        }
     }
 
     #[test]

@@ -212,6 +212,7 @@ mod tests {
             sandboxes: "/own/sandboxes".into(),
             own: Inheritance::read("self").unwrap(),
             environment: variables.iter().cloned().collect(),
+            limits: Vec::new(),
             own_shim: None,
         };
         let server = |variables: &[(String, String)]| {

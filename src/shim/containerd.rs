@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::net::UnixStream;
 use tokio::sync::Mutex;
 
-use crate::config::CONTAINERD_NAMESPACE;
+use crate::config::{CONTAINERD_NAMESPACE, ContainerLimit};
 use crate::containerd::{SandboxStore, runtime_info};
 use crate::error::{IoContext as _, StepError};
 use crate::process::inheritance::Inheritance;
@@ -82,6 +82,7 @@ pub fn substitute(mut own: Inheritance) -> Inheritance {
 pub(super) struct Containerd {
     address: PathBuf,
     own: Inheritance,
+    limits: Vec<ContainerLimit>,
     attempt: Mutex<Attempt>,
     last: RwLock<Arc<Inheritance>>,
 }
@@ -94,10 +95,11 @@ struct Attempt {
 }
 
 impl Containerd {
-    /// The containerd that listens at `address`; `own` are the daemon's own attributes.
-    pub(super) fn new(address: PathBuf, own: Inheritance) -> Self {
-        let last = RwLock::new(Arc::new(substitute(own.clone())));
-        Self { address, own, attempt: Mutex::default(), last }
+    /// The containerd that listens at `address`; `own` are the daemon's own attributes, and
+    /// `limits` those that an operator has set.
+    pub(super) fn new(address: PathBuf, own: Inheritance, limits: Vec<ContainerLimit>) -> Self {
+        let last = RwLock::new(Arc::new(substitute(own.clone()).with(&limits)));
+        Self { address, own, limits, attempt: Mutex::default(), last }
     }
 
     /// The attributes that were learned last, or the substitute.
@@ -120,6 +122,7 @@ impl Containerd {
         match ask(&self.address).await {
             Ok((process, inheritance)) => {
                 *attempt = Attempt { answered: Some(process), failed: None };
+                let inheritance = inheritance.with(&self.limits);
                 self.warn(&inheritance);
                 *self.last.write() = Arc::new(inheritance);
             }
@@ -177,7 +180,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut own = Inheritance::read("self").unwrap();
         own.environment = ["SECRET=x", "PATH=/a:/usr/bin:/a"].map(Into::into).to_vec();
-        let containerd = Containerd::new(dir.path().join("c.sock"), own.clone());
+        let containerd = Containerd::new(dir.path().join("c.sock"), own.clone(), Vec::new());
         containerd.learn().await;
         let substitute = containerd.inheritance();
         let path = "PATH=/opt/containerd/bin:/a:/usr/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:\

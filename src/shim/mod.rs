@@ -32,7 +32,7 @@ use std::time::Instant;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Notify;
 
-use crate::config::CONTAINERD_NAMESPACE;
+use crate::config::{CONTAINERD_NAMESPACE, ContainerLimit};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::process::handle::NamespaceHandle;
 use crate::process::inheritance::Inheritance;
@@ -65,6 +65,8 @@ pub struct ShimSettings {
     pub own: Inheritance,
     /// Variables that an operator has set for shims.
     pub environment: BTreeMap<String, String>,
+    /// Limits of containers that an operator has set.
+    pub limits: Vec<ContainerLimit>,
     /// This project's own shim, if it can be used.
     pub own_shim: Option<OwnShim>,
 }
@@ -120,7 +122,11 @@ impl Shims {
     pub fn new(settings: ShimSettings) -> Result<Self, StepError> {
         Ok(Self {
             launcher: Launcher::new()?,
-            containerd: Containerd::new(settings.containerd_address.clone(), settings.own.clone()),
+            containerd: Containerd::new(
+                settings.containerd_address.clone(),
+                settings.own.clone(),
+                settings.limits.clone(),
+            ),
             settings,
             runtimes: Runtimes::default(),
             launches: Notify::new(),

@@ -14,7 +14,9 @@ use crate::harness::{Bench, Case, cases};
 const SOON: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![both: exec, logs, crash_and_recreate]
+    let mut cases = cases![both: exec, logs, crash_and_recreate];
+    cases.extend(cases![ours, "it has no such setting": limits_of_the_settings]);
+    cases
 }
 
 /// Promise: cri_works.
@@ -88,4 +90,40 @@ fn pid_of(container: &kit::Container) -> Result<i32> {
     let process = found
         .ok_or_else(|| anyhow::anyhow!("no process in a cgroup of container {}", container.id()))?;
     Ok(i32::try_from(process.pid)?)
+}
+
+/// The first process and an exec have the limits of the settings, and otherwise those of
+/// containerd's children.
+async fn limits_of_the_settings(bench: Bench) -> Result<()> {
+    const SET: [(&str, &str, &str); 3] = [
+        ("--container-limits=nofile=4095", "Max open files", "4095 4095"),
+        ("--container-limits=core=0:77", "Max core file size", "0 77"),
+        ("--container-limits=memlock=65536", "Max locked memory", "65536 65536"),
+    ];
+    let mut seen = Vec::new();
+    for options in [Vec::new(), SET.map(|(option, _, _)| option).to_vec()] {
+        bench.restart_with(&options).await?;
+        let pod = bench.run(PodSpec::new("limits")).await?;
+        let container = pod.run(ContainerSpec::sleeping("main")).await?;
+        for process in ["1", "self"] {
+            seen.push(container.sh(&format!("cat /proc/{process}/limits")).await?);
+        }
+        pod.remove().await?;
+    }
+    let lines = |limits: &str, set: &[(&str, &str, &str)]| -> Vec<String> {
+        let split = limits.lines().skip(1).filter_map(|line| line.split_at_checked(26));
+        let line = |(name, values): (&str, &str)| {
+            let set =
+                set.iter().find(|(_, of, _)| name.starts_with(of)).map(|(_, _, limit)| *limit);
+            let own = values.split_whitespace().take(2).collect::<Vec<_>>().join(" ");
+            format!("{name}{}", set.unwrap_or(&own))
+        };
+        split.map(line).collect()
+    };
+    let [before, before_exec, after, after_exec] = &seen[..] else { anyhow::bail!("{seen:?}") };
+    for (process, before, after) in [("first", before, after), ("exec", before_exec, after_exec)] {
+        let (expected, found) = (lines(before, &SET), lines(after, &[]));
+        ensure!(found == expected, "{process}: {found:?}, not {expected:?}");
+    }
+    bench.restart_with(&[]).await
 }

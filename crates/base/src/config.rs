@@ -21,7 +21,7 @@ mod value;
 
 pub use error::ConfigError;
 pub use pattern::Pattern;
-pub use value::{LogFormat, Metrics, ShimOwner, Size, Sysctl, Variable};
+pub use value::{ContainerLimit, LogFormat, Metrics, ShimOwner, Size, Sysctl, Variable};
 
 use error::line_of;
 pub use value::absolute_path;
@@ -159,6 +159,14 @@ pub struct Config {
     /// change.
     #[arg(long, value_name = "NAME=VALUE", verbatim_doc_comment)]
     pub sysctls: Vec<Sysctl>,
+    /// Resource limits of the processes of containers, for example
+    /// `container_limits = ["nofile=1024:524288", "core=0", "memlock=unlimited"]`: a name with the
+    /// soft and the hard limit, or with one for both, in the kernel's units (setrlimit(2)). The
+    /// names are core, memlock, msgqueue, nofile, nproc, rtprio and sigpending. Other limits are
+    /// those of containerd's children. Applies to pods whose shim starts after the change; the
+    /// shim and the runtime have the same limits.
+    #[arg(long, value_name = "NAME=SOFT:HARD", verbatim_doc_comment)]
+    pub container_limits: Vec<ContainerLimit>,
     /// Interval of the garbage collection in seconds, at least 1. It removes sandboxes that are
     /// older, that containerd does not know, and that were never started or got no call since.
     #[arg(long, value_name = "SECONDS", verbatim_doc_comment)]
@@ -200,6 +208,7 @@ impl Default for Config {
             shm_size: Size::SHM,
             shm_size_max: Size::SHM,
             sysctls: Vec::new(),
+            container_limits: Vec::new(),
             forgotten_interval: 60,
             metrics: Metrics::Off,
             log_level: LevelFilter::Info,
@@ -393,6 +402,7 @@ impl Config {
             return Err(("forgotten_interval", "must be at least 1".to_owned()));
         }
         set_once("shim_env", self.shim_env.iter().map(|variable| &variable.name))?;
+        set_once("container_limits", self.container_limits.iter().map(|limit| &limit.name))?;
         set_once("sysctls", self.sysctls.iter().map(|sysctl| &sysctl.name))
     }
 

@@ -62,6 +62,7 @@ fn every_setting_takes_effect_from_file_and_flag() {
         shm_size = "1Gi"
         shm_size_max = "3"
         sysctls = ["net.core.somaxconn=7", "kernel.sem=1 2 3 4"]
+        container_limits = ["nofile=1024:unlimited", "core=0:0"]
         forgotten_interval = 6
         metrics = "unix:///a/m.sock"
         log_level = "trace"
@@ -199,6 +200,10 @@ fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
         ("socket = \"/sock\"", "c.toml:1: socket: "),
         ("socket = \"/a/s\"\nmetrics = \"unix:///a/s.ttrpc\"", "c.toml:2: metrics: "),
         ("shim_env = [\"A=b\", \"A=c\"]", "c.toml:1: shim_env: A is set twice"),
+        (
+            "container_limits = ['core=0', 'core=1']",
+            "c.toml:1: container_limits: core is set twice",
+        ),
         ("sysctls = [\"net.a=1\", \"net.a=2\"]", "c.toml:1: sysctls: net.a is set twice"),
     ] {
         assert!(error(text).starts_with(fault), "{text}: {}", error(text));
@@ -240,12 +245,65 @@ fn sizes_are_bytes_or_binary_quantities() {
     }
     // A tmpfs of size 0 has no limit, and one close to 2^64 overflows to 0 pages.
     for bad in [
-        "", "0", "0Mi", "-1", "+1", "1.5Gi", "1e9", "64M", "64mi", "64 Mi", " 64Mi", "Mi", "0x40",
-        "9223372036854775808", "18446744073709551615", "18446744073709551616", "8388608Ti",
-        "16777216Ti", "99999999999999999999Ki", "64Mi,mode=0", "64Mi\0", "٦٤", "50%", "max",
+        "",
+        "0",
+        "0Mi",
+        "-1",
+        "+1",
+        "1.5Gi",
+        "1e9",
+        "64M",
+        "64mi",
+        "64 Mi",
+        " 64Mi",
+        "Mi",
+        "0x40",
+        "9223372036854775808",
+        "18446744073709551615",
+        "18446744073709551616",
+        "8388608Ti",
+        "16777216Ti",
+        "99999999999999999999Ki",
+        "64Mi,mode=0",
+        "64Mi\0",
+        "٦٤",
+        "50%",
+        "max",
     ] {
         let fault = bad.parse::<Size>().unwrap_err();
         assert!(fault.starts_with("must be a number of bytes from 1 to 9223372036854775807"));
+    }
+}
+
+#[test]
+fn limits_of_containers_are_two_numbers_in_order() {
+    for (text, shown) in [
+        ("core=0", "core=0:0"),
+        ("nofile=1024:1024", "nofile=1024:1024"),
+        ("memlock=unlimited", "memlock=unlimited:unlimited"),
+        ("nproc=18446744073709551614:unlimited", "nproc=18446744073709551614:unlimited"),
+    ] {
+        assert_eq!(text.parse::<ContainerLimit>().unwrap().to_string(), shown);
+    }
+    for (text, fault) in [
+        ("core", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=-1", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=+1", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=1:", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=1:2:3", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=1k", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=18446744073709551615", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=18446744073709551616", "is not NAME=LIMIT or NAME=SOFT:HARD"),
+        ("core=2:1", "has a soft limit above the hard limit"),
+        ("core=unlimited:1", "has a soft limit above the hard limit"),
+        ("nofile=1023:4096", "\"nofile=1023:4096\" is below 1024"),
+        ("cpu=1", "\"cpu\" is none of core, memlock, "),
+        ("as=1", "\"as\" is none of core, memlock, "),
+        ("NOFILE=2048", "\"NOFILE\" is none of core, memlock, "),
+    ] {
+        let said = text.parse::<ContainerLimit>().unwrap_err();
+        assert!(said.contains(fault), "{text}: {said}");
     }
 }
 

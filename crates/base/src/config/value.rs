@@ -60,7 +60,7 @@ macro_rules! as_text {
     )+};
 }
 
-as_text!(Metrics, Pattern, Size, Sysctl, Variable);
+as_text!(ContainerLimit, Metrics, Pattern, Size, Sysctl, Variable);
 
 /// A variable of the environment.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
@@ -95,6 +95,66 @@ impl FromStr for Variable {
             return Err(format!("{name} is set by the sandboxer"));
         }
         Ok(Self { name: name.to_owned(), value: value.to_owned() })
+    }
+}
+
+/// A resource limit of containers; `None`: unlimited.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ContainerLimit {
+    /// The resource, as in [`LIMITS`].
+    pub name: String,
+    /// The soft limit.
+    pub soft: Option<u64>,
+    /// The hard limit.
+    pub hard: Option<u64>,
+}
+
+/// The resources whose limits can be set. A shim and a runtime have the same limits as containers,
+/// and need those of the others.
+const LIMITS: [&str; 7] =
+    ["core", "memlock", "msgqueue", "nofile", "nproc", "rtprio", "sigpending"];
+
+/// Open files that a runtime and a shim with some containers need.
+const LEAST_OPEN_FILES: u64 = 1024;
+
+impl fmt::Display for ContainerLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |n| n.to_string());
+        write!(f, "{}={}:{}", self.name, text(self.soft), text(self.hard))
+    }
+}
+
+impl FromStr for ContainerLimit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let limit = |text: &str| match text {
+            "unlimited" => Some(None),
+            // The kernel's number for an unlimited resource is no limit, and a sign is no digit.
+            _ if text.bytes().all(|byte| byte.is_ascii_digit()) => {
+                text.parse().ok().filter(|limit| *limit < u64::MAX).map(Some)
+            }
+            _ => None,
+        };
+        let parsed = text.split_once('=').and_then(|(name, limits)| {
+            let (soft, hard) = limits.split_once(':').unwrap_or((limits, limits));
+            Some((name.to_owned(), limit(soft)?, limit(hard)?))
+        });
+        let Some((name, soft, hard)) = parsed else {
+            return Err(format!("{text:?} is not NAME=LIMIT or NAME=SOFT:HARD"));
+        };
+        if !LIMITS.contains(&name.as_str()) {
+            return Err(format!("{name:?} is none of {}", LIMITS.join(", ")));
+        }
+        let order = |limit: Option<u64>| limit.unwrap_or(u64::MAX);
+        if order(soft) > order(hard) {
+            return Err(format!("{text:?} has a soft limit above the hard limit"));
+        }
+        if name == "nofile" && order(soft) < LEAST_OPEN_FILES {
+            return Err(format!("{text:?} is below {LEAST_OPEN_FILES}, which shims need"));
+        }
+        Ok(Self { name, soft, hard })
     }
 }
 
