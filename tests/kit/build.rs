@@ -10,7 +10,7 @@ fn main() {
     probe(&out.join("probe"));
 }
 
-/// Generates the messages of NRI, which only the tests speak, by the parser that needs no protoc.
+/// Generates the messages that only the tests speak, by the parser that needs no protoc.
 fn messages(out: &PathBuf) {
     println!("cargo:rerun-if-changed=protos");
     fs::create_dir_all(out).expect("make the directory of the generated messages");
@@ -18,12 +18,14 @@ fn messages(out: &PathBuf) {
         .pure()
         .include("protos")
         .input("protos/nri.proto")
+        .input("protos/records.proto")
         .customize(protobuf_codegen::Customize::default().gen_mod_rs(false))
         .out_dir(out)
         .run()
         .expect("generate the messages");
     // The generated mod.rs has inner attributes, which include!() refuses.
-    fs::write(out.join("mod.rs"), "pub mod nri;\n").expect("write mod.rs of the messages");
+    fs::write(out.join("mod.rs"), "pub mod nri;\npub mod records;\n")
+        .expect("write mod.rs of the messages");
 }
 
 /// The program of the images: static, so that it runs in a root of its own.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::config::NAMESPACE;
 use crate::cri::api;
 use crate::image::TEST_IMAGE;
 use crate::node::Node;
@@ -106,6 +107,12 @@ impl Container {
     /// The file of its log.
     pub fn log_path(&self) -> &Path {
         &self.log
+    }
+
+    /// Its bundle, which has the config of the runtime.
+    pub fn bundle(&self) -> PathBuf {
+        let tasks = self.node.layout().state().join("io.containerd.runtime.v2.task");
+        tasks.join(NAMESPACE).join(&self.id)
     }
 
     /// Runs a command in it.

@@ -15,7 +15,7 @@ pub mod api {
 use crate::grpc::{AnswerStream, Client, INTERNAL, Status};
 
 /// The default deadline of a call; more than any call of a sane node takes.
-const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The runtime and image services of one containerd.
 #[derive(Debug)]

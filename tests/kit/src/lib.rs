@@ -5,7 +5,7 @@
 //! which differ in nothing but the sandboxer, so that the same pod can be run by both. Pods are
 //! described with [`PodSpec`] and [`ContainerSpec`], run through containerd's CRI socket by
 //! [`Cri`], and what they leave on the machine is read from the machine by [`Snapshot`], never
-//! asked of a daemon.
+//! asked of a daemon. What they leave in containerd's store is asked of containerd.
 //!
 //! ```no_run
 //! # async fn example() -> anyhow::Result<()> {
@@ -41,6 +41,7 @@ mod pod;
 mod privilege;
 mod process;
 mod program;
+mod records;
 mod snapshot;
 mod teardown;
 mod wait;
@@ -59,7 +60,7 @@ pub use program::write_program;
 pub use snapshot::{Snapshot, Thing};
 pub use wait::{fewer, patient, until};
 
-/// The messages of NRI.
+/// The messages of NRI, and of containerd's lists.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/proto/mod.rs"));

@@ -53,6 +53,8 @@ pub enum Thing {
     Segment(String, String),
     /// A pod that containerd lists.
     Pod(String, String),
+    /// A record in containerd's own store: its id, and what of.
+    Record(String, &'static str),
 }
 
 impl Thing {
@@ -69,6 +71,7 @@ impl Thing {
             Self::CniResult(_) => "CNI result",
             Self::Segment(..) => "segment",
             Self::Pod(..) => "pod",
+            Self::Record(_, kind) => kind,
         }
     }
 }
@@ -88,6 +91,7 @@ impl fmt::Display for Thing {
             Self::Unit(name) | Self::Interface(name) => f.write_str(name),
             Self::Segment(id, key) => write!(f, "{id} with key {key}"),
             Self::Pod(id, state) => write!(f, "{id}, which is {state}"),
+            Self::Record(id, _) => write!(f, "{id} in containerd"),
         }
     }
 }

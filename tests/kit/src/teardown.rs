@@ -188,7 +188,7 @@ fn unmount(layout: &Layout) -> Result<()> {
     Ok(())
 }
 
-/// Removes things by force; pods are containerd's own affair. Gone already is success.
+/// Removes things by force; pods and records are containerd's own affair. Gone already is success.
 pub(crate) fn remove(things: &[Thing]) -> Result<()> {
     // Processes hold mounts and cgroups, mounts hold directories, and of directories and cgroups
     // children stand after their parents.
@@ -236,7 +236,7 @@ fn remove_one(thing: &Thing) -> Result<()> {
         Thing::Unit(name) => cgroup_driver::stop(name),
         Thing::Interface(name) => ip_link_delete(name),
         Thing::Segment(id, _) => run(Command::new("ipcrm").args(["-m", id])),
-        Thing::Pod(..) => Ok(()),
+        Thing::Pod(..) | Thing::Record(..) => Ok(()),
     }
 }
 

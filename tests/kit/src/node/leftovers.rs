@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use super::Node;
 use crate::cri::api;
 use crate::patient;
+use crate::records;
 use crate::snapshot::{Snapshot, Thing};
 use crate::teardown;
 
@@ -17,6 +18,15 @@ impl Node {
     /// The machine does not tell.
     pub fn snapshot(&self) -> Result<Snapshot> {
         Snapshot::take(&self.layout, &self.daemons())
+    }
+
+    /// containerd's own records of pods and their containers.
+    ///
+    /// # Errors
+    /// containerd does not answer.
+    pub async fn records(&self) -> Result<Vec<Thing>> {
+        let snapshotter = self.snapshotter_name.get().context("the node has not started")?;
+        records::all(&self.layout, snapshotter).await.context("list containerd's records")
     }
 
     /// Waits until nothing is on the machine that was not there `before`; some things end a little
@@ -33,8 +43,8 @@ impl Node {
         Ok(())
     }
 
-    /// Objects on the machine, and in containerd's list of pods, that were not there `before` and
-    /// does not go within `limit`, made [`patient`].
+    /// Objects on the machine that were not there `before`, pods that CRI lists and records in
+    /// containerd's own store that do not go within `limit`, made [`patient`].
     ///
     /// # Errors
     /// The machine or containerd does not tell.
@@ -48,6 +58,7 @@ impl Node {
             for pod in self.cri.list_pod_sandbox(api::PodSandboxFilter::new()).await? {
                 left.push(Thing::Pod(pod.id, format!("{:?}", pod.state)));
             }
+            left.extend(self.records().await?);
             if left.is_empty() || begun.elapsed() > limit {
                 return Ok(left);
             }
