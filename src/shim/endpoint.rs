@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
-use tokio::task::JoinHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 
 use super::bundle::NEW;
 use super::pod_shim::{PodShim, RETRY_DELAY, RecordedShim, RunningShim, SHIM_TIMEOUT};
@@ -78,6 +78,8 @@ struct State {
     /// Why the last launch failed; `None` after a shim has answered.
     failure: Option<Arc<StepError>>,
     ended: bool,
+    /// Asks the shim of a stopped pod to exit.
+    dismissal: Option<AbortHandle>,
     /// No task serves, as there is nothing to do.
     idle: Option<Idle>,
 }

@@ -27,7 +27,7 @@ pub(super) const SHIM_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// When the shim of a stopped pod is asked to exit: containerd may still be deleting the last
-/// container.
+/// container. The last delay is repeated, as containerd may be down for long.
 pub(super) const SHUTDOWN_DELAYS: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
 

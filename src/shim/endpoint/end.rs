@@ -27,15 +27,21 @@ impl Endpoint {
     }
 
     /// The pod was stopped: shuts the shim down when it is empty. The endpoint stays until the pod
-    /// is removed, and disconnects callers. Returns at once.
+    /// is removed, and disconnects callers. Returns at once. An earlier dismissal, whose delays may
+    /// be long by now, ends.
     pub fn dismiss(self: &Arc<Self>) {
-        if self.has_shim() {
-            drop(tokio::spawn(self.clone().shut_down_empty()));
+        let mut state = self.state();
+        if state.running.is_some() {
+            let dismissal = tokio::spawn(self.clone().shut_down_empty()).abort_handle();
+            if let Some(earlier) = state.dismissal.replace(dismissal) {
+                earlier.abort();
+            }
         }
     }
 
     pub(super) async fn shut_down_empty(self: Arc<Self>) {
-        for delay in SHUTDOWN_DELAYS {
+        let last = SHUTDOWN_DELAYS[SHUTDOWN_DELAYS.len() - 1];
+        for delay in SHUTDOWN_DELAYS.into_iter().chain(std::iter::repeat(last)) {
             sleep(delay).await;
             let Some(process) = self.process().filter(|_| !self.state().ended) else { return };
             match self.shim.shut_down_if_empty(&*process, &self.socket()).await {

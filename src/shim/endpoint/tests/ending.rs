@@ -53,6 +53,35 @@ async fn callers_do_not_wait_for_the_exit_of_an_empty_shim() {
     endpoint.close().await.unwrap();
 }
 
+/// containerd deletes the last container of a pod that has ended when it is up again.
+#[tokio::test(start_paused = true)]
+async fn a_shim_with_containers_is_asked_to_exit_until_it_is_empty() {
+    const DOWN: Duration = Duration::from_secs(3600);
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, endpoint) = make_endpoint(dir.path());
+    let mut command = Command::new("sh");
+    let mut child = command.args(["-c", "read line"]).stdin(Stdio::piped()).spawn().unwrap();
+    record(&shims, &endpoint, &child);
+    endpoint.try_recover().await.unwrap();
+    // Whether it is empty cannot be seen.
+    let tasks = endpoint.shim.settings().tasks();
+    std::fs::create_dir_all(tasks.parent().unwrap()).unwrap();
+    std::fs::write(&tasks, "").unwrap();
+    endpoint.dismiss();
+    endpoint.dismiss();
+    tokio::time::sleep(DOWN).await;
+    let dismissal = endpoint.state().dismissal.clone().unwrap();
+    assert!(!dismissal.is_finished(), "it has given up");
+    std::fs::remove_file(&tasks).unwrap();
+    drop(child.stdin.take());
+    let begun = std::time::Instant::now();
+    while !dismissal.is_finished() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "it does not end");
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    assert!(child.try_wait().is_err());
+}
+
 /// A pod whose namespaces cannot be opened at first.
 #[derive(Default)]
 struct PodWithFailingNamespaces(std::sync::atomic::AtomicU32);
