@@ -74,6 +74,11 @@ fn task(node: &Node, id: &str) -> Result<Option<(u32, String)>> {
     Ok(None)
 }
 
+/// Pid and status of a sandbox's task.
+pub(crate) fn task_of(pod: &Pod) -> Result<Option<(u32, String)>> {
+    task(pod.node(), pod.id())
+}
+
 /// The task runs as the pod's pause.
 pub(crate) async fn has_task(pod: &Pod) -> Result<()> {
     let pause = pod.pause_pid().await?;

@@ -5,12 +5,14 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use kit::machine::processes::{self, Proc};
 use kit::{ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 
+use crate::container_record::{has_task, is_recorded, task_of};
 use crate::harness::{
     Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal,
 };
@@ -22,6 +24,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_daemon_has_one_version_of_its_shim,
         pods_outlive_the_program_of_their_shim,
         a_container_that_ends_while_containerd_is_down_keeps_its_exit,
+        a_pod_keeps_its_task_after_its_last_container,
     ]
 }
 
@@ -45,6 +48,66 @@ const VARIABLES: [&str; 10] = [
     "PWD",
 ];
 
+/// A socket or pipe by its number; an epoll or an eventfd, whose links all look alike, by what it
+/// watches or by its number. The daemon's pidfds name processes that the shim opens itself.
+fn descriptors(pid: u32) -> Result<Vec<String>> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let path = entry?.path();
+        // It may have closed one meanwhile.
+        let Ok(to) = fs::read_link(&path) else { continue };
+        let mut what = to.to_string_lossy().into_owned();
+        if what.starts_with("anon_inode:") {
+            let Some(number) = path.file_name().and_then(|name| name.to_str()) else { continue };
+            let about = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"));
+            let telling = |line: &&str| line.starts_with("tfd:") || line.starts_with("eventfd-id:");
+            what.extend(about.unwrap_or_default().lines().filter(telling));
+        }
+        all.push(what);
+    }
+    Ok(all)
+}
+
+/// Of what the daemon has open, such as its lock, records, the programs of pause and shim, its
+/// connections and its runtime's epoll, the shim has the socket of the endpoint alone.
+fn has_no_descriptor_of(daemon: &Proc, shim: &Proc, harness: &Harness, pod: &Pod) -> Result<()> {
+    let log = harness.record(pod).with_file_name("log");
+    let streams = harness.node.layout().state().display().to_string();
+    let own = ["/dev/null", "socket:", "anon_inode:", "pipe:"];
+    let (of_daemon, of_shim) = (descriptors(daemon.pid)?, descriptors(shim.pid)?);
+    for to in &of_shim {
+        let known = own.iter().any(|prefix| to.starts_with(prefix))
+            || to.starts_with(&streams)
+            || Path::new(to) == log;
+        ensure!(known, "it has {to}");
+    }
+    // One that watches nothing is as any other.
+    let telling = |to: &&String| {
+        let number = to.starts_with("socket:") || to.starts_with("pipe:");
+        number || to.contains("tfd:") || to.contains("eventfd-id:")
+    };
+    let shared: Vec<_> =
+        of_shim.iter().filter(telling).filter(|to| of_daemon.contains(to)).collect();
+    ensure!(
+        matches!(shared[..], [socket] if *socket == endpoint(harness)?),
+        "of the daemon it has {shared:?}, of {of_daemon:?}"
+    );
+    Ok(())
+}
+
+/// The listening socket of the only pod's endpoint.
+fn endpoint(harness: &Harness) -> Result<String> {
+    let dir = harness.node.layout().sandboxer_state().join("shims").display().to_string();
+    let sockets = fs::read_to_string("/proc/net/unix")?;
+    // SO_ACCEPTCON (proc(5)).
+    let listens = |words: &[&str]| words.get(3) == Some(&"00010000");
+    let listening = sockets.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let mut listening = listening
+        .filter(|words| listens(words) && words.get(7).is_some_and(|path| path.starts_with(&dir)));
+    let words = listening.next().context("no endpoint listens")?;
+    Ok(format!("socket:[{}]", words.get(6).context("no number of a socket")?))
+}
+
 /// Promise: only_files_of_root_count.
 async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<()> {
     // The daemon has launched a shim for the containerd before this one.
@@ -58,21 +121,7 @@ async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<
     ensure!(name == "runc-shim\n", "its name is {name:?}");
     let daemon = processes::one(harness.node.sandboxer_pid()?)?;
     ensure!(shim.cgroups == daemon.cgroups, "{} and {}", shim.cgroups, daemon.cgroups);
-    // Files that the daemon has open: its lock, records, the programs of pause and shim.
-    for entry in fs::read_dir(format!("/proc/{}/fd", shim.pid))? {
-        // It may have closed one meanwhile.
-        let Ok(to) = fs::read_link(entry?.path()) else { continue };
-        let to = to.to_string_lossy().into_owned();
-        let log = harness.record(&pod).with_file_name("log");
-        let own = ["/dev/null", "socket:", "anon_inode:", "pipe:"];
-        let streams = harness.node.layout().state().display().to_string();
-        ensure!(
-            own.iter().any(|prefix| to.starts_with(prefix))
-                || to.starts_with(&streams)
-                || Path::new(&to) == log,
-            "it has {to}"
-        );
-    }
+    has_no_descriptor_of(&daemon, &shim, &harness, &pod)?;
     let environment = |pid: u32| fs::read_to_string(format!("/proc/{pid}/environ"));
     let containerd = environment(harness.node.containerd_pid()?)?;
     let (given, inherited) = (environment(shim.pid)?, containerd.split('\0'));
@@ -116,6 +165,38 @@ async fn a_container_that_ends_while_containerd_is_down_keeps_its_exit(
         Ok(())
     })
     .await?;
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+/// cAdvisor finds the pod's network by the task. From 2.4 on containerd ends a shim with its last
+/// task: a container that is removed before the sandbox's task was made takes the shim along, and
+/// the next one brings both.
+///
+/// Promise: sandbox_is_a_container.
+async fn a_pod_keeps_its_task_after_its_last_container(harness: Arc<Harness>) -> Result<()> {
+    /// More than containerd takes to end a shim.
+    const STAYS: Duration = Duration::from_secs(1);
+    let pod = harness.pod("keeps").await?;
+    let pause = pod.pause_pid().await?;
+    for attempt in 0..3 {
+        let short = pod.run(ContainerSpec::sleeping("short").attempt(attempt)).await?;
+        short.stop().await?;
+        short.remove().await?;
+        ensure!(is_recorded(&harness.node, pod.id())?, "it is not recorded");
+    }
+    let container = pod.run(ContainerSpec::sleeping("last")).await?;
+    has_task(&pod).await?;
+    let shim = one_shim(&pod).await?;
+    container.stop().await?;
+    container.remove().await?;
+    let begun = Instant::now();
+    while begun.elapsed() < STAYS {
+        let task = task_of(&pod)?;
+        ensure!(task == Some((pause, "RUNNING".to_owned())), "its task is {task:?}");
+        ensure!(one_shim(&pod).await?.pid == shim.pid, "it has another shim");
+    }
+    ensure!(pod.is_ready().await?, "it is not ready");
     removed(&pod).await?;
     no_shim(&pod).await
 }

@@ -9,11 +9,16 @@ use kit::{Container, ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Case, Harness, SOON, cases_of_both, no_shim, none, not_ready, one_shim, removed, shims, signal,
+    Case, Harness, SOON, cases_of_both, inside, no_shim, none, not_ready, one_shim, removed, shims,
+    signal,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases_of_both![a_stopped_pod_keeps_no_shim, a_pod_whose_pause_has_ended_keeps_no_shim]
+    cases_of_both![
+        a_stopped_pod_keeps_no_shim,
+        a_pod_whose_pause_has_ended_keeps_no_shim,
+        a_pod_that_ends_while_containerd_is_down_has_no_shim,
+    ]
 }
 
 /// The pod is stopped and has no shim, and its containers are still what they were.
@@ -38,6 +43,61 @@ async fn a_pod_whose_pause_has_ended_keeps_no_shim(harness: Arc<Harness>) -> Res
     container.remove().await?;
     no_shim(&pod).await.context("after the last container")?;
     removed(&pod).await
+}
+
+/// The pods differ in what the shim has in it when the pause ends: a container that ends too, one
+/// that has ended before, and none. containerd connects to the shims of all of them when it starts.
+async fn a_pod_that_ends_while_containerd_is_down_has_no_shim(harness: Arc<Harness>) -> Result<()> {
+    let node = &harness.node;
+    let (both, before, idle) =
+        (harness.pod("both").await?, harness.pod("before").await?, harness.pod("idle").await?);
+    let running = both.run(ContainerSpec::sleeping("a")).await?;
+    let ended = before.run(ContainerSpec::sh("a", "exit 3")).await?;
+    ensure!(ended.exited(SOON).await? == 3, "its exit code");
+    let deleted = idle.run(ContainerSpec::sleeping("a")).await?;
+    harness.bring_shim(&idle).await?;
+    deleted.stop().await?;
+    deleted.remove().await?;
+    let pods = [both, before, idle];
+    let mut pauses = Vec::new();
+    for pod in &pods {
+        pauses.push(pod.pause_pid().await?);
+    }
+    node.stop_containerd().await?;
+    for process in inside(running.id())? {
+        signal(process.pid, Signal::SIGKILL)?;
+    }
+    for pause in pauses {
+        signal(pause, Signal::SIGKILL)?;
+    }
+    for pod in &pods {
+        until("the daemon has seen the exit", SOON, async || {
+            let status = node.sandboxer().status(pod.id(), false).await?;
+            ensure!(status.state == "SANDBOX_NOTREADY", "{status:?}");
+            Ok(())
+        })
+        .await?;
+    }
+    node.start_containerd().await?;
+    for pod in &pods {
+        until("not ready", SOON, async || not_ready(pod).await).await?;
+        no_shim(pod).await.context("after containerd's start")?;
+    }
+    // Nor does a later question bring one. The runtime's shim has lost the exit code.
+    let code = running.exited(SOON).await?;
+    rests(&pods[0], &[(&running, code)]).await?;
+    rests(&pods[1], &[(&ended, 3)]).await?;
+    for pod in &pods {
+        none_comes(pod).await?;
+        removed(pod).await?;
+    }
+    Ok(())
+}
+
+/// Containers and tasks are listed, which asks each shim that containerd knows; there is none.
+async fn none_comes(pod: &Pod) -> Result<()> {
+    crate::container_record::task_of(pod)?;
+    none(&shims(pod)?).context("a shim has come")
 }
 
 /// Promise: idle_pod_has_no_shim.
