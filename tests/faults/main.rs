@@ -21,6 +21,7 @@ mod killed;
 mod limits;
 mod metrics;
 mod mount_namespace;
+mod node_killed;
 mod records;
 mod recovery;
 mod restarts;
@@ -39,6 +40,7 @@ fn main() -> std::process::ExitCode {
         limits::cases(),
         concurrency::cases(),
         restarts::cases(),
+        node_killed::cases(),
         mount_namespace::cases(),
         metrics::cases(),
         soak::cases(),

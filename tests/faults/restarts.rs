@@ -19,7 +19,6 @@ use tokio::task::JoinSet;
 
 use crate::harness::{Case, on_node};
 use crate::strace::strace;
-use crate::tracer::Tracer;
 
 /// Hundreds of pods and containers on a small machine.
 const LIMIT: Duration = Duration::from_secs(400);
@@ -28,8 +27,7 @@ pub(crate) fn cases() -> Vec<Case> {
     let cases = on_node![
         node_sandboxer_restarts_with_many_pods,
         node_containerd_restarts,
-        node_hung_sandboxer_is_killed,
-        node_killed_in_run_pod_sandbox
+        node_hung_sandboxer_is_killed
     ];
     cases.into_iter().map(|case| case.within(LIMIT)).collect()
 }
@@ -428,54 +426,4 @@ async fn node_hung_sandboxer_is_killed(node: Arc<Node>) -> Result<()> {
 
 fn unavailable(answer: &Result<(), grpc::Status>) -> bool {
     answer.as_ref().is_err_and(|status| status.code == grpc::UNAVAILABLE)
-}
-
-/// Which of the calls of a RunPodSandbox: a sample of those at which the cases without containerd
-/// kill.
-const EVERY: usize = 6;
-
-/// Promise: kill_at_any_call_loses_nothing.
-async fn node_killed_in_run_pod_sandbox(node: Arc<Node>) -> Result<()> {
-    let before = node.snapshot()?;
-    let mut killed = 0;
-    for nth in (1..).step_by(EVERY) {
-        let home = node.prepare(PodSpec::new("killed"))?;
-        let tracer = Tracer::attach(node.sandboxer_pid()?, nth)?;
-        let running = node.cri().run_pod_sandbox(home.config(), Handler::Ours.name()).await;
-        let seen = tracer.finish()?;
-        let at = seen.calls.last().cloned().unwrap_or_default();
-        if seen.killed {
-            killed += 1;
-            node.kill_sandboxer()?;
-            node.start_sandboxer().await?;
-        }
-        let id = match running {
-            // Killed after Start was answered, or not at all: it is whole.
-            Ok(id) => id,
-            // Kubelet asks again, and containerd has cleaned up by then.
-            Err(_) => until("the same pod again", Duration::from_secs(20), async || {
-                for pod in node.cri().list_pod_sandbox(api::PodSandboxFilter::new()).await? {
-                    node.cri().stop_pod_sandbox(&pod.id).await?;
-                    node.cri().remove_pod_sandbox(&pod.id).await?;
-                }
-                Ok(node.cri().run_pod_sandbox(home.config(), Handler::Ours.name()).await?)
-            })
-            .await
-            .with_context(|| format!("killed at call {nth}: {at}"))?,
-        };
-        let pod = Pod::new(&node, Handler::Ours, home, id);
-        ensure!(pod.is_ready().await?, "killed at call {nth}: {at}: not ready");
-        let container = pod.run(ContainerSpec::sleeping("main")).await?;
-        ensure!(
-            container.sh("echo runs").await? == "runs\n",
-            "killed at call {nth}: {at}: the container does not run"
-        );
-        pod.remove().await.with_context(|| format!("killed at call {nth}: {at}"))?;
-        node.settles_to(&before).await.with_context(|| format!("killed at call {nth}: {at}"))?;
-        if !seen.killed {
-            ensure!(killed > 5, "killed only {killed} times");
-            return Ok(());
-        }
-    }
-    bail!("unreachable: there are not that many calls")
 }
