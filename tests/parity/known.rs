@@ -39,6 +39,8 @@ enum On {
     /// With a kernel, such as 6.1, that has no net.core.somaxconn in the network of a user
     /// namespace.
     NoSomaxconn,
+    /// With a containerd before 2.2, which does not mask /proc/interrupts.
+    NoInterrupts,
 }
 
 /// Whether systemd runs the node (sd_booted(3)).
@@ -50,6 +52,7 @@ pub(crate) fn systemd_runs() -> bool {
 struct Here {
     unified: bool,
     no_somaxconn: bool,
+    no_interrupts: bool,
 }
 
 impl Here {
@@ -57,7 +60,12 @@ impl Here {
         const LOOK: [&str; 6] =
             ["--user", "--map-root-user", "--net", "test", "-e", "/proc/sys/net/core/somaxconn"];
         let looked = Command::new("unshare").args(LOOK).output().context("run unshare")?;
-        Ok(Self { unified: cgroup::unified()?, no_somaxconn: !looked.status.success() })
+        let version = kit::Parts::get()?.version();
+        Ok(Self {
+            unified: cgroup::unified()?,
+            no_somaxconn: !looked.status.success(),
+            no_interrupts: ["2.0.", "2.1."].iter().any(|old| version.starts_with(old)),
+        })
     }
 }
 
@@ -72,6 +80,7 @@ impl Known {
             On::V1 => !here.unified,
             On::V2 => here.unified,
             On::NoSomaxconn => here.no_somaxconn,
+            On::NoInterrupts => here.no_interrupts,
             On::Slices => CgroupDriver::chosen() == CgroupDriver::Systemd,
             On::Directories => CgroupDriver::chosen() == CgroupDriver::Cgroupfs,
             On::NoSystemd => !systemd_runs(),
@@ -114,6 +123,8 @@ const RELATIVE: &str = "runc takes it from the cgroup of the shim, where CRI's o
     not find it; ours is where CRI looks";
 const PLAIN_SLICE: &str = "runc makes one directory of slice, prefix and name, outside of the \
     parent; ours is below it, where CRI and kubelet look";
+const MADE_PARENT: &str = "whoever starts the pod makes the missing parent of its cgroup, and \
+    leaves it: the parent is kubelet's, which makes and removes it";
 const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
 const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
 
@@ -161,12 +172,12 @@ const KNOWN: &[Known] = &[
         "it leads out of the cgroup that kubelet accounts and limits",
     ),
     known("cgroup_parent with ..", "RunPodSandbox: code", "-", "INVALID_ARGUMENT", "as above"),
-    known("cgroup_parent with ..", "left behind", "cgroup", "nothing", "runc has made the parents")
+    known("cgroup_parent with ..", "left behind", "cgroup /<node>/b", "nothing", MADE_PARENT)
         .on(&[On::Directories]),
     known(
         "cgroup_parent with ..",
         "left behind",
-        "cgroup, unit",
+        "cgroup /*-up.slice, unit",
         "nothing",
         "systemd has made the slice",
     )
@@ -176,14 +187,8 @@ const KNOWN: &[Known] = &[
     known("without a *", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Slices]),
     known("without a *", "*", "-", "*", "shown because the built-in has none to compare with")
         .on(&[On::Slices]),
-    known(
-        "cgroup_parent, no slice",
-        "left behind",
-        "nothing",
-        "cgroup",
-        "ours runs, and the parent of a pod's cgroup is kubelet's to remove",
-    )
-    .on(&[On::Slices]),
+    known("cgroup_parent, no slice", "left behind", "nothing", "cgroup */plain", MADE_PARENT)
+        .on(&[On::Slices]),
     known("cgroup_parent, no slice", "RunPodSandbox", "refused", "runs", NO_SLICE)
         .on(&[On::Slices]),
     known("cgroup_parent, no slice", "RunPodSandbox: code", "UNKNOWN", "-", "as above")
@@ -213,10 +218,20 @@ const KNOWN: &[Known] = &[
         PLAIN_SLICE,
     )
     .on(&[On::NoSystemd, On::Directories]),
-    known("*a slice without systemd", "*stats*", "*", "*", PLAIN_SLICE)
+    known("*a slice without systemd", "stats", "refused with code 2", "-", PLAIN_SLICE)
         .on(&[On::NoSystemd, On::Directories]),
-    known("*a slice without systemd", "left behind", "nothing", "cgroup", PLAIN_SLICE)
+    known("*a slice without systemd", "list of stats", "refused with code 2", "<id>", PLAIN_SLICE)
         .on(&[On::NoSystemd, On::Directories]),
+    known("*a slice without systemd", "stats.*", "-", "a *", PLAIN_SLICE)
+        .on(&[On::NoSystemd, On::Directories]),
+    known(
+        "*a slice without systemd",
+        "left behind",
+        "nothing",
+        "cgroup /<node>/new.slice",
+        MADE_PARENT,
+    )
+    .on(&[On::NoSystemd, On::Directories]),
     known("*a slice without systemd", "Metrics: *", "-", "*", PLAIN_SLICE)
         .on(&[On::NoSystemd, On::Directories]),
     known("sysctls net.core.*", "RunPodSandbox: code", "UNKNOWN", "13", CLASS),
@@ -273,6 +288,23 @@ const KNOWN: &[Known] = &[
         "*size=32768k*",
         "the annotation is this sandboxer's own",
     ),
+    // ---- the container ----
+    known(
+        "userns POD*",
+        "container: /dev/mqueue",
+        "directory 0:0 41777 1000000:0",
+        "directory 0:0 41777 1000000:2000000",
+        "it belongs to the maker of the IPC namespace: of runc's pause the group is the node's, \
+         which the pod does not have; of ours both ids are the pod's root",
+    ),
+    known(
+        "*privileged",
+        "container: mount on /sys",
+        "sysfs / ro,nosuid,nodev,noexec,relatime  rw",
+        "sysfs / ro,nosuid,nodev,noexec,relatime  ro",
+        "the first mount of a network's sysfs decides for all whether it can be writable; the \
+         built-in's pause of a privileged pod has one, and ours has no mount",
+    ),
     // ---- what is reported of it ----
     known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),
@@ -280,8 +312,14 @@ const KNOWN: &[Known] = &[
     known("*sysctl*", "info.*.sysctls.net.ipv4.*", "*", "-", CONFIG),
     known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE)
         .on(&[On::V1, On::Directories]),
-    known("*without a slash in front", "left behind", "nothing", "cgroup", RELATIVE)
-        .on(&[On::V2, On::Directories]),
+    known(
+        "*without a slash in front",
+        "left behind",
+        "nothing",
+        "cgroup /<node>/relative",
+        MADE_PARENT,
+    )
+    .on(&[On::V2, On::Directories]),
     known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS)
         .on(&[On::Directories]),
     known("*", "Metrics", "refused with code 12", "reported", METRICS),
@@ -303,7 +341,7 @@ const KNOWN: &[Known] = &[
     known(
         "*",
         "spec.ociVersion",
-        "1.2.1",
+        "1.*",
         "1.2.0",
         "it has nothing that containerd 2.0 would not know",
     ),
@@ -313,7 +351,8 @@ const KNOWN: &[Known] = &[
         r#"["/proc/acpi","/proc/asound","/proc/kcore",*]"#,
         r#"["/proc/acpi","/proc/asound","/proc/interrupts","/proc/kcore",*]"#,
         "as newer releases of containerd have it",
-    ),
+    )
+    .on(&[On::NoInterrupts]),
     known("*", "spec.process.capabilities*", "[\"CAP_*]", "-", NO_RIGHTS),
     known("*", "spec.process.capabilities", "-", "{}", NO_RIGHTS),
     known("*", "spec.process.env", "[\"PATH=/bin\"]", "-", NO_IMAGE),

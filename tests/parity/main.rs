@@ -10,6 +10,7 @@
 #![allow(clippy::print_stdout, reason = "the table is the product")]
 
 mod cases;
+mod container;
 mod coverage;
 mod fact;
 mod known;

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use kit::controller::{any, api as controller};
-use kit::machine::{cgroup, processes};
+use kit::machine::cgroup;
 use kit::{Container, Handler, Pod};
 use serde_json::Value;
 
+use crate::container;
 use crate::fact::{Facts, json};
 
 /// Namespaces of a process.
@@ -194,42 +195,7 @@ pub(crate) async fn container(container: &Container, pause: u32, facts: &mut Fac
         };
         facts.add(format!("container: {kind} namespace"), whose);
     }
-    inherited(container, facts).await
-}
-
-/// The attributes of the process that has started a container's shim, as its first process and a
-/// command in it have them.
-async fn inherited(container: &Container, facts: &mut Facts) -> Result<()> {
-    const FILES: [&str; 2] = ["limits", "status"];
-    const STATUS: [&str; 7] =
-        ["Umask", "SigIgn", "SigBlk", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed_list"];
-    let all = processes::all()?;
-    let first = all.iter().find(|process| process.cgroups.contains(container.id()));
-    let first = first.context("no process of the container")?.pid;
-    for file in FILES {
-        let of_first = fs::read_to_string(format!("/proc/{first}/{file}"))?;
-        let of_exec = container.sh(&format!("cat /proc/self/{file}")).await?;
-        for (whose, text) in [("container", of_first), ("exec", of_exec)] {
-            let lines = text.lines().filter_map(|line| match file {
-                "limits" => line.split_at_checked(26),
-                _ => line.split_once(':').filter(|(name, _)| STATUS.contains(name)),
-            });
-            for (name, value) in lines {
-                let words: Vec<&str> = value.split_whitespace().collect();
-                let value =
-                    if name == "SigIgn" { without_internal(words[0])? } else { words.join(" ") };
-                facts.add(format!("{whose}: {}", name.trim()), value);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// A mask without the signals 32 and 33. posix_spawn(3) of glibc ignores them, and so does a
-/// containerd that a test starts by it.
-fn without_internal(mask: &str) -> Result<String> {
-    const INTERNAL: u64 = 3 << 31;
-    Ok(format!("{:x}", u64::from_str_radix(mask, 16)? & !INTERNAL))
+    container::first_process(container, pause, facts).await
 }
 
 /// CRI's report of the pod: status, verbose info, statistics, and the OCI spec of its sandbox.
@@ -279,7 +245,13 @@ pub(crate) async fn reported(pod: &Pod, facts: &mut Facts) -> Result<()> {
     };
     match stats {
         Value::String(refused) => facts.add("stats", refused),
-        stats => facts.add_types("stats", &stats),
+        mut stats => {
+            // CRI's own, from two samples: it is there once containerd has taken the second.
+            if let Some(cpu) = stats.pointer_mut("/linux/cpu").and_then(Value::as_object_mut) {
+                cpu.remove("usage_nano_cores");
+            }
+            facts.add_types("stats", &stats);
+        }
     }
     let listed = cri.list_pod_sandbox_stats(pod.id()).await.map_or_else(
         |e| format!("refused with code {}", e.code as i32),

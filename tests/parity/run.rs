@@ -260,13 +260,21 @@ async fn left(node: &Arc<Node>, before: &kit::Snapshot, facts: &mut Facts) -> Re
     if left.iter().any(|thing| !matches!(thing, Thing::Cgroup(_) | Thing::Unit(_))) {
         left = node.left_since(before, OTHERS_LEFT).await?;
     }
-    let mut kinds: Vec<&str> = left.iter().map(Thing::kind).collect();
-    kinds.sort_unstable();
-    kinds.dedup();
+    let mut named = left.iter().map(name).collect::<Result<Vec<_>>>()?;
+    named.sort();
+    named.dedup();
     facts
-        .add("left behind", if kinds.is_empty() { "nothing".to_owned() } else { kinds.join(", ") });
+        .add("left behind", if named.is_empty() { "nothing".to_owned() } else { named.join(", ") });
     node.remove_left(&left).await?;
     Ok(())
+}
+
+/// A cgroup by its path below the hierarchies, anything else by its kind.
+fn name(thing: &Thing) -> Result<String> {
+    let Thing::Cgroup(path) = thing else { return Ok(thing.kind().to_owned()) };
+    let below = cgroup::hierarchies()?.into_iter();
+    let below = below.filter_map(|h| Some(path.strip_prefix(h).ok()?.display().to_string())).min();
+    Ok(format!("cgroup /{}", below.context("a cgroup outside of all hierarchies")?))
 }
 
 /// Removes the pods that a failed case has left.
