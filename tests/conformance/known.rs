@@ -1,5 +1,7 @@
 //! Known results of critest's cases.
 
+use anyhow::{Context, Result};
+
 /// Cases that fail by chance with both sandboxers, which are tried again.
 pub(crate) const FLAKY: [&str; 0] = [];
 
@@ -8,3 +10,17 @@ pub(crate) const CANNOT_RUN: [(&str, &str); 1] = [(
     "[k8s.io] Image Manager public image with digest should be pulled and removed [Conformance]",
     "it wants one image by its digest, which none that is made here can have",
 )];
+
+/// How many cases at least pass with each of the two, by the beginning of containerd's version: a
+/// case that neither runs any more, or that both fail, is no success. Where the kernel has AppArmor
+/// there are more.
+const FLOORS: [(&str, usize); 4] = [("2.0.", 105), ("2.1.", 105), ("2.3.", 107), ("2.4.", 107)];
+
+/// That number for a version of containerd.
+///
+/// # Errors
+/// The version has none.
+pub(crate) fn floor(version: &str) -> Result<usize> {
+    let floor = FLOORS.iter().find(|(release, _)| version.starts_with(release));
+    Ok(floor.with_context(|| format!("containerd {version} has no floor in known.rs"))?.1)
+}
