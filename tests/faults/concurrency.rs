@@ -17,7 +17,7 @@ use crate::endpoint::RUNTIME_SHIM;
 use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
 use crate::standalone::Standalone;
-use crate::strace::Fault;
+use kit::strace::Fault;
 
 /// More than the daemon has threads of any kind.
 const CONCURRENT: usize = 100;

@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 use crate::harness::{Case, alone, on_node};
 use crate::pods::{Netns, Shape, is_whole, remove};
 use crate::standalone::Standalone;
-use crate::strace::Fault;
+use kit::strace::Fault;
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = alone![

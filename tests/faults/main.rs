@@ -10,7 +10,6 @@ mod endpoint;
 mod harness;
 mod pods;
 mod standalone;
-mod strace;
 mod tracer;
 
 mod concurrency;

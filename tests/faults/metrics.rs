@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use crate::harness::{Case, alone};
 use crate::pods::Shape;
 use crate::standalone::Standalone;
-use crate::strace::Fault;
+use kit::strace::Fault;
 
 /// The limit for a metric to change; the daemon retries after at most seconds at first.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);

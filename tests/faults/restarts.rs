@@ -18,7 +18,7 @@ use nix::unistd::Pid;
 use tokio::task::JoinSet;
 
 use crate::harness::{Case, on_node};
-use crate::strace::strace;
+use kit::strace::strace;
 
 /// Hundreds of pods and containers on a small machine.
 const LIMIT: Duration = Duration::from_secs(400);

@@ -182,7 +182,7 @@ impl Standalone {
 
     /// The same, without waiting.
     pub(crate) fn spawn_with(&self, injections: &[&str]) -> Result<()> {
-        let (mut command, own) = (crate::strace::strace(injections), self.command());
+        let (mut command, own) = (kit::strace::strace(injections), self.command());
         command.arg("-D").arg(own.get_program()).args(own.get_args());
         command.envs(own.get_envs().filter_map(|(name, value)| Some((name, value?))));
         self.spawn(command)

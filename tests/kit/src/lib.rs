@@ -30,6 +30,7 @@ pub mod image;
 pub mod machine;
 pub mod nri;
 pub mod shim;
+pub mod strace;
 
 mod config;
 mod container;

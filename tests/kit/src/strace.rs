@@ -1,4 +1,4 @@
-//! Faults that `strace` injects into a running daemon.
+//! Faults that `strace` injects into a running process.
 
 use std::fs;
 use std::path::PathBuf;
@@ -7,18 +7,19 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use kit::{Process, until};
 use nix::sys::signal::Signal;
+
+use crate::{Process, until};
 
 /// A fault, for as long as this lives.
 #[derive(Debug)]
-pub(crate) struct Fault {
+pub struct Fault {
     process: Process,
     output: PathBuf,
 }
 
 /// `strace` with injections such as `umount2:error=EBUSY`, for a command to be run or `-p PID`.
-pub(crate) fn strace(injections: &[&str]) -> Command {
+pub fn strace(injections: &[&str]) -> Command {
     let mut command = Command::new("strace");
     // Interruptible, which it is not by itself with a command and a file.
     command.args(["-f", "-I", "2", "-o", "/dev/null"]);
@@ -33,12 +34,18 @@ pub(crate) fn strace(injections: &[&str]) -> Command {
 
 impl Fault {
     /// Attaches to a process with all its threads.
-    pub(crate) async fn begin(pid: u32, injections: &[&str]) -> Result<Self> {
+    ///
+    /// # Errors
+    /// strace does not attach.
+    pub async fn begin(pid: u32, injections: &[&str]) -> Result<Self> {
         Self::begin_at(pid, injections, &[]).await
     }
 
     /// The same, for calls that name one of these paths only.
-    pub(crate) async fn begin_at(pid: u32, injections: &[&str], paths: &[PathBuf]) -> Result<Self> {
+    ///
+    /// # Errors
+    /// strace does not attach.
+    pub async fn begin_at(pid: u32, injections: &[&str], paths: &[PathBuf]) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name =
             format!("strace-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -52,7 +59,7 @@ impl Fault {
         let mut fault = Self { process, output };
         let (output, process) = (fault.output.clone(), std::sync::Mutex::new(&mut fault.process));
         until("strace has attached", Duration::from_secs(10), async || {
-            crate::harness::lock(&process).check()?;
+            lock(&process).check()?;
             let output_text = fs::read_to_string(&output)?;
             ensure!(output_text.contains(&format!("Process {pid} attached")), "{output_text}");
             Ok(())
@@ -62,11 +69,14 @@ impl Fault {
     }
 
     /// Lets the process go, without faults.
-    pub(crate) async fn end(mut self) -> Result<()> {
+    ///
+    /// # Errors
+    /// strace does not end.
+    pub async fn end(mut self) -> Result<()> {
         self.process.signal(Signal::SIGINT)?;
         let process = std::sync::Mutex::new(&mut self.process);
         until("strace has ended", Duration::from_secs(20), async || {
-            ensure!(crate::harness::lock(&process).ended()?.is_some(), "it runs");
+            ensure!(lock(&process).ended()?.is_some(), "it runs");
             Ok(())
         })
         .await
@@ -77,4 +87,8 @@ impl Drop for Fault {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.output);
     }
+}
+
+fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
