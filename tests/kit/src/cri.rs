@@ -256,10 +256,23 @@ impl Cri {
         id: &str,
         command: &[&str],
     ) -> Result<api::ExecSyncResponse, Status> {
+        self.exec_sync_within(id, command, 30).await
+    }
+
+    /// `ExecSync` of a command that may run for this many seconds.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn exec_sync_within(
+        &self,
+        id: &str,
+        command: &[&str],
+        timeout: i64,
+    ) -> Result<api::ExecSyncResponse, Status> {
         let request = api::ExecSyncRequest {
             container_id: id.to_owned(),
             cmd: command.iter().map(|word| (*word).to_owned()).collect(),
-            timeout: 30,
+            timeout,
             ..Default::default()
         };
         self.call("ExecSync", &request, DEADLINE).await

@@ -179,7 +179,7 @@ impl Node {
     /// # Errors
     /// ctr failed, or CRI does not know them in time.
     pub async fn import_images(&self) -> Result<()> {
-        let snapshotter = self.snapshotter_name.get().context("the node has not started")?;
+        let snapshotter = self.snapshotter()?;
         let imported = Command::new(self.parts.program("ctr"))
             .arg("--address")
             .arg(self.layout.containerd_socket())

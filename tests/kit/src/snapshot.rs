@@ -15,8 +15,9 @@ use crate::machine::{cgroup, mounts, processes};
 use crate::teardown;
 
 /// Parts of a node's directory that are not compared: containerd's stores of content, snapshots and
-/// metadata, which its garbage collector clears in its own time, and logs.
-const IGNORED: [&str; 7] = [
+/// metadata, which its garbage collector clears in its own time, and logs; and what is also mounted
+/// in another place of the directory.
+const IGNORED: [&str; 10] = [
     "logs",
     "root/io.containerd.content.v1.content",
     "root/io.containerd.metadata.v1.bolt",
@@ -24,7 +25,12 @@ const IGNORED: [&str; 7] = [
     "root/io.containerd.snapshotter.v1.native",
     "root/io.containerd.snapshotter.v1.overlayfs",
     "root/tmpmounts",
+    "state/io.containerd.mount-manager.v1.bolt",
+    "state/runc",
+    "state/sandboxer",
 ];
+/// Directories of a node that may be mounts of its own, whose files are its files.
+const MOUNTED: [&str; 3] = ["runc", "sandboxer", "state"];
 /// Where libcni keeps its results.
 const CNI_RESULTS: &str = "/var/lib/cni/results";
 /// Length of the ids that containerd makes up for pods and containers.
@@ -184,7 +190,7 @@ fn mount_points(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) 
     Ok(())
 }
 
-/// Every file of the node's directory; what is mounted there is a mount, not files.
+/// Every file of the node's directory; what else is mounted there is a mount, not files.
 fn files(layout: &Layout, directory: &Path, things: &mut BTreeSet<Thing>) -> Result<()> {
     let Ok(device) = directory.metadata().map(|m| m.dev()) else { return Ok(()) };
     // Files that are removed meanwhile are skipped.
@@ -203,7 +209,8 @@ fn files(layout: &Layout, directory: &Path, things: &mut BTreeSet<Thing>) -> Res
             t if t.is_fifo() => "fifo",
             _ => "file",
         };
-        if about.is_dir() && about.dev() == device {
+        let mounted = || MOUNTED.iter().any(|mounted| below == Path::new(mounted));
+        if about.is_dir() && (about.dev() == device || mounted()) {
             files(layout, &path, things)?;
         }
         things.insert(Thing::File(path, kind));

@@ -12,6 +12,11 @@ use crate::snapshot::{Snapshot, Thing};
 use crate::teardown;
 
 impl Node {
+    /// The name of its snapshotter.
+    pub(crate) fn snapshotter(&self) -> Result<&'static str> {
+        self.snapshotter_name.get().copied().context("the node has not started")
+    }
+
     /// Everything of this node that is on the machine now.
     ///
     /// # Errors
