@@ -5,7 +5,7 @@
 .PHONY: help build shim install deb package-files release release-check installer-image manifests \
 	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
 	releases conformance test-kubernetes chart fuzz fuzz-short soak test-deb test-vm test-arm64 \
-	prepare tools bench bench-quick budget flame clean
+	prepare tools bench bench-quick budget compare flame clean
 
 CARGO ?= cargo
 # Of tools, in little time: unoptimised, without debug information, each crate that several need
@@ -42,6 +42,9 @@ LTS := 2.3.7
 RELEASES := 2.0.14 debian 2.4.2
 # The release whose kubelet and control plane `make test-kubernetes` runs.
 KUBERNETES := 1.36.4
+# The releases of `make compare`, and the pods of its churn.
+COMPARE ?= $(LTS) 2.4.2
+PODS ?= 10000
 # Of critest and crictl, and the releases that `make conformance` runs it on.
 CRI_TOOLS := 1.36.0
 CONFORMANCE ?= $(LTS)
@@ -146,7 +149,7 @@ lint:
 	! git grep -niwFf tests/banned-words.txt -- ':!tests/banned-words.txt' ':!*/images.rs'
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --locked --workspace --test deb --test systemd --test selinux \
-		--test conformance --test kubernetes -- -D warnings
+		--test conformance --test kubernetes --test compare -- -D warnings
 	fuzz/run lint
 
 doc:
@@ -257,6 +260,18 @@ bench-quick: parts shim $(RUST_SHIM) ## the same with fewer rounds; 3 minutes; n
 budget: parts shim ## memory and times of up to 1000 pods, with both controllers; needs root and Go
 	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
 		$(CARGO) bench --locked --bench bench -- budget $${BUDGET_PODS:-1000}
+
+# The older release is for the upgrade under a running pod.
+compare: build ## both controllers in the bad hour, to docs/compare.md; hours; needs root, Go
+	tests/kit/build-tests compare >/dev/null
+	for release in $(COMPARE); do \
+		older=$(LTS); [ "$$release" != $(LTS) ] || older=debian; \
+		older=$$(tests/kit/fetch-release $$older) && \
+		parts=$$(tests/kit/fetch-release $$release) && \
+		SANDBOXER=$(CURDIR)/target/release/pause-sandboxer $(CARGO) test --locked --workspace \
+			--test compare -- --pods $(PODS) "$$older" "$$parts" || exit 1; \
+	done
+	$(CARGO) test --locked --workspace --test compare -- --page $(COMPARE)
 
 flame: parts ## the time of a Start by system call; needs root
 	$(CARGO) bench --locked --bench bench -- profile

@@ -1,0 +1,152 @@
+//! The page of the manual.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use kit::Kind;
+
+use crate::cell::{Cell, seconds};
+use crate::churn::Churn;
+use crate::events::Event;
+
+/// The comparison with one containerd.
+pub(crate) struct Section {
+    version: String,
+    /// When, of what and where.
+    measured: String,
+    /// An event, with the built-in controller and with this sandboxer.
+    pub(crate) rows: Vec<(Event, Cell, Cell)>,
+    /// In the same order.
+    pub(crate) churn: Option<(Churn, Churn)>,
+}
+
+const HEAD: &str = "\
+# The bad hour, measured
+
+`make compare` writes this page: the same events with containerd's built-in controller and its shim
+`containerd-shim-runc-v2`, and with this sandboxer, each with a containerd of its own in a scratch
+directory. Bold is what is lost or left. Stop and remove are StopPodSandbox and RemovePodSandbox;
+after a failure they are repeated, as kubelet does, for 90 s. What is left is compared with the
+state before the pod: on the machine, and in containerd's metadata.
+
+With either handler containerd makes a pod's lease and its network namespace before it calls the
+handler, and forgets them if it is killed before it has recorded the namespace.
+
+Repeat it with `make compare`, as root on a Debian 12 machine with Go: it takes hours. `make compare
+PODS=500` has fewer pods in the churn, and `COMPARE=2.4.2` measures one release of containerd. An
+interrupted run leaves this page as it is. `tests/compare/` has the events.
+";
+
+impl Section {
+    /// The comparison begins.
+    pub(crate) fn begin(version: String) -> Result<Self> {
+        let date = output("date", &["-u", "+%F"])?;
+        let commit = output("git", &["rev-parse", "--short", "HEAD"])?;
+        let kernel = output("uname", &["-r"])?;
+        let cgroups = if kit::machine::cgroup::unified()? { 2 } else { 1 };
+        let cpus = std::thread::available_parallelism()?;
+        let load = fs::read_to_string("/proc/loadavg")?;
+        let load = load.split_whitespace().nth(1).unwrap_or_default().to_owned();
+        let measured = format!(
+            "Measured on {date} at {commit} with the release programs: {cpus} processors, Linux \
+             {kernel},\ncgroup version {cgroups}, load average {load} at the beginning."
+        );
+        Ok(Self { version, measured, rows: Vec::new(), churn: None })
+    }
+
+    /// Writes its part of the page, or prints it.
+    pub(crate) fn write(&self, print: bool) -> Result<()> {
+        let mut text = format!("\n## containerd {}\n{}\n", self.version, self.measured);
+        text += "Both handlers run at the same time, each on its own node.\n\n";
+        text += "| event | built-in | this sandboxer |\n|---|---|---|\n";
+        for (event, builtin, ours) in &self.rows {
+            let reports: Vec<String> = event.reports.iter().map(|report| link(report)).collect();
+            let reports = match reports.is_empty() {
+                true => String::new(),
+                false => format!(" ({})", reports.join(", ")),
+            };
+            text += &format!("| {}{reports} | {builtin} | {ours} |\n", event.what);
+        }
+        if let Some((builtin, ours)) = &self.churn {
+            text += &churn(&self.version, builtin, ours);
+        }
+        if print {
+            println!("{text}");
+            return Ok(());
+        }
+        replace(&part(&self.version), &text)
+    }
+}
+
+/// The part of the page that one release has.
+fn part(version: &str) -> PathBuf {
+    crate::results().join(format!("{version}.md"))
+}
+
+/// Writes the page from the parts of these releases.
+pub(crate) fn write(versions: &[String]) -> Result<()> {
+    let mut text = HEAD.to_owned();
+    for version in versions {
+        let part = part(version);
+        text += &fs::read_to_string(&part).with_context(|| part.display().to_string())?;
+    }
+    replace(&Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/compare.md"), &text)
+}
+
+/// A link to a thread.
+fn link(report: &str) -> String {
+    let (repository, number) = report.split_once('#').unwrap_or((report, ""));
+    let name = match repository {
+        "containerd/containerd" => "",
+        other => other.split('/').next_back().unwrap_or_default(),
+    };
+    format!("[{name}#{number}](https://github.com/{repository}/issues/{number})")
+}
+
+fn churn(version: &str, builtin: &Churn, ours: &Churn) -> String {
+    let pods = builtin.pods;
+    let mut text = format!(
+        "\n### {pods} pods in a churn, containerd {version}\nFour at a time, each with a network \
+         namespace and one container, which runs for 0.2 s. After each sixth\npod containerd, a \
+         random shim, the sandboxer (not with the built-in) or a random shim is killed, and\na \
+         writer syncs each MiB all the time. Both handlers run at the same time. Calls are repeated for 120 s. What is left is counted \
+         when nothing\nis left, or {} s after the last pod.\n\n| | built-in | this sandboxer |\n\
+         |---|---|---|\n",
+        crate::events::COLLECT.as_secs()
+    );
+    let [a, b] = [builtin, ours].map(|churn| churn.kills);
+    text += &format!("| kills of containerd | {} | {} |\n", a[0], b[0]);
+    text += &format!("| kills of the sandboxer | none runs | {} |\n", b[1]);
+    text += &format!("| kills of shims | {} | {} |\n", a[2], b[2]);
+    text += &format!("| time | {} | {} |\n", seconds(builtin.took), seconds(ours.took));
+    let mut row = |what: &str, count: &dyn Fn(&Churn) -> usize| {
+        let [a, b] = [builtin, ours].map(|churn| match count(churn) {
+            0 => "0".to_owned(),
+            many if churn.pods == 10_000 => format!("**{many}**"),
+            many => format!("**{many}**, of 10,000 pods {}", many * 10_000 / churn.pods),
+        });
+        text += &format!("| {what} | {a} | {b} |\n");
+    };
+    row("exit codes lost, of containers whose shim was not killed", &|churn| churn.codes_lost);
+    row("pods whose container did not start", &|churn| churn.not_run);
+    row("pods that cannot be removed", &|churn| churn.stuck);
+    for kind in Kind::ALL {
+        row(&format!("left: {}", kind.names()), &|churn| churn.left.count(kind));
+    }
+    text
+}
+
+fn output(program: &str, arguments: &[&str]) -> Result<String> {
+    let done = Command::new(program).args(arguments).output().context(program.to_owned())?;
+    ensure!(done.status.success(), "{program}: {}", String::from_utf8_lossy(&done.stderr));
+    Ok(String::from_utf8(done.stdout)?.trim().to_owned())
+}
+
+/// Replaces a page at once.
+pub(crate) fn replace(page: &Path, text: &str) -> Result<()> {
+    let new = crate::results().join("new");
+    fs::write(&new, text)?;
+    fs::rename(&new, page).with_context(|| format!("write {}", page.display()))
+}
