@@ -3,12 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, bail};
 
-use crate::config::{Layout, NAMESPACE};
+use crate::config::Layout;
 use crate::machine::cgroup;
 use crate::node::Node;
 use crate::patient;
@@ -188,12 +187,25 @@ impl Left {
                 Thing::Interface(name) => self.add(Kind::Interface, name),
                 Thing::CniResult(path) => self.add(Kind::CniResult, path.display().to_string()),
                 Thing::Pod(id, state) => self.add(Kind::Pod, format!("{id} {state}")),
+                Thing::Record(id, kind) => self.add(record(kind)?, id),
                 // The machine's, whose other users also make them.
                 Thing::Segment(..) => {}
             }
         }
         Ok(())
     }
+}
+
+/// The kind of a record in containerd.
+fn record(kind: &str) -> Result<Kind> {
+    Ok(match kind {
+        "container" => Kind::Container,
+        "task" => Kind::Task,
+        "sandbox" => Kind::Sandbox,
+        "lease" => Kind::Lease,
+        "snapshot" => Kind::Snapshot,
+        other => bail!("a record of the kind {other:?}"),
+    })
 }
 
 impl fmt::Display for Left {
@@ -214,7 +226,7 @@ impl fmt::Display for Left {
 #[derive(Clone, Debug)]
 pub struct Inventory {
     snapshot: Snapshot,
-    records: BTreeSet<(Kind, String)>,
+    records: Vec<Thing>,
 }
 
 impl Node {
@@ -223,7 +235,7 @@ impl Node {
     /// # Errors
     /// The machine or containerd does not answer.
     pub async fn inventory(&self) -> Result<Inventory> {
-        Ok(Inventory { snapshot: self.snapshot()?, records: self.records()? })
+        Ok(Inventory { snapshot: self.snapshot()?, records: self.records().await? })
     }
 
     /// What was not there `before` and does not go within `limit`, made [`patient`]. It does not
@@ -237,51 +249,20 @@ impl Node {
         limit: Duration,
         excused: &[Kind],
     ) -> Result<Left> {
-        /// Of one look at the machine, after which containerd is asked.
+        /// Of one look at the machine and containerd.
         const LOOK: Duration = Duration::from_secs(2);
         let begun = Instant::now();
         loop {
             let mut left = Left::default();
             let rest = limit.saturating_sub(begun.elapsed());
-            let things = self.left_since(&before.snapshot, rest.min(LOOK)).await?;
+            let mut things = self.left_since(&before.snapshot, rest.min(LOOK)).await?;
+            things.retain(|thing| !before.records.contains(thing));
             left.sort(self.layout(), &things)?;
-            for (kind, name) in self.records()?.difference(&before.records) {
-                left.add(*kind, name);
-            }
             if left.is_empty_but_for(excused) || begun.elapsed() >= patient(limit) {
                 return Ok(left);
             }
             tokio::time::sleep(patient(Duration::from_millis(100))).await;
         }
-    }
-
-    /// The names in containerd's metadata, which `ctr` prints.
-    fn records(&self) -> Result<BTreeSet<(Kind, String)>> {
-        let snapshotter = self.snapshotter()?;
-        let lists: [(Kind, &[&str]); 5] = [
-            (Kind::Container, &["containers", "list"]),
-            (Kind::Task, &["tasks", "list"]),
-            (Kind::Sandbox, &["sandboxes", "list"]),
-            (Kind::Lease, &["leases", "list"]),
-            (Kind::Snapshot, &["snapshots", "--snapshotter", snapshotter, "list"]),
-        ];
-        let mut records = BTreeSet::new();
-        for (kind, words) in lists {
-            let listed = Command::new(self.parts().program("ctr"))
-                .arg("--address")
-                .arg(self.layout().containerd_socket())
-                .args(["--timeout", "60s", "-n", NAMESPACE])
-                .args(words)
-                .output()
-                .context("run ctr")?;
-            let error = String::from_utf8_lossy(&listed.stderr);
-            ensure!(listed.status.success(), "ctr {}: {}", words.join(" "), error.trim());
-            let text = String::from_utf8(listed.stdout)?;
-            // The first line is the heading.
-            let names = text.lines().skip(1).filter_map(|line| line.split_whitespace().next());
-            records.extend(names.map(|name| (kind, name.to_owned())));
-        }
-        Ok(records)
     }
 }
 

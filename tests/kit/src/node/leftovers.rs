@@ -30,8 +30,7 @@ impl Node {
     /// # Errors
     /// containerd does not answer.
     pub async fn records(&self) -> Result<Vec<Thing>> {
-        let snapshotter = self.snapshotter_name.get().context("the node has not started")?;
-        records::all(&self.layout, snapshotter).await.context("list containerd's records")
+        records::all(&self.layout, self.snapshotter()?).await.context("list containerd's records")
     }
 
     /// Waits until nothing is on the machine that was not there `before`; some things end a little
