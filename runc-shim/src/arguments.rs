@@ -5,12 +5,15 @@ use crate::error::Error;
 /// The text of `--help`.
 const USAGE: &str = "\
 The containerd shim of pause-sandboxer for runc and crun. It serves the containers of one pod.
-pause-sandboxer starts it; do not run it by hand.
+pause-sandboxer or containerd starts it; do not run it by hand.
 
-usage: pause-sandboxer-runc-shim -namespace NAMESPACE -id ID [-bundle DIRECTORY] [delete]
+usage: pause-sandboxer-runc-shim -namespace NAMESPACE -id ID [-address SOCKET] [-bundle DIRECTORY]
+                                 [start|delete]
 
 Without a command it serves containerd.task.v3.Task on the socket that is passed as descriptor 3.
+  start          start a server for container ID and its pod, and print its address
   delete         remove container ID, whose bundle is DIRECTORY, after its shim has exited
+  -info          print a containerd.types.RuntimeInfo
   -v, --version  print the version
   -h, --help     print this text";
 
@@ -32,7 +35,11 @@ pub struct Arguments {
     pub id: String,
     /// The bundle of the container.
     pub bundle: String,
-    /// The command: `delete` or the word of a helper's action; empty: serve.
+    /// containerd's gRPC socket.
+    pub address: String,
+    /// The file of the server's socket, if `start` has made it; the daemon keeps its own.
+    pub socket: String,
+    /// The command: `start`, `delete` or the word of a helper's action; empty: serve.
     pub action: String,
 }
 
@@ -58,6 +65,8 @@ impl Arguments {
                 "namespace" => parsed.namespace = value,
                 "id" => parsed.id = value,
                 "bundle" => parsed.bundle = value,
+                "address" => parsed.address = value,
+                "socket" => parsed.socket = value,
                 _ => {}
             }
         }
@@ -77,13 +86,19 @@ mod tests {
     #[test]
     fn the_arguments_of_a_shim_are_parsed() {
         let parse = |line: &str| Arguments::parse(line.split_whitespace().map(str::to_owned)).ok();
-        let serve =
-            Arguments { namespace: "k8s.io".to_owned(), id: "a".to_owned(), ..Default::default() };
+        let serve = Arguments {
+            namespace: "k8s.io".to_owned(),
+            id: "a".to_owned(),
+            address: "/run/c.sock".to_owned(),
+            ..Default::default()
+        };
         assert_eq!(parse("-namespace k8s.io -id a -address /run/c.sock"), Some(serve));
         let delete = Arguments {
             namespace: "k8s.io".to_owned(),
             id: "-namespace".to_owned(),
             bundle: "/b".to_owned(),
+            address: String::new(),
+            socket: String::new(),
             action: "delete".to_owned(),
         };
         let line = "-debug -id -namespace --namespace=k8s.io -publish-binary c -bundle /b delete";

@@ -21,6 +21,7 @@ use crate::root::mounts;
 use crate::runtime::command::Command;
 use crate::runtime::options::BundleOptions;
 use crate::runtime::{self, Place, Runtime};
+use crate::start::socket;
 use crate::sys;
 use crate::ttrpc::response;
 
@@ -76,6 +77,8 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     // Last, because it may block.
     let ended = end_marked(&mark::entry(&arguments.namespace, &arguments.id), begun);
     let detached = if ended { mounts::detach_bundle(&shim_bundle) } else { Ok(()) };
+    // containerd runs this for each container of the group after the death of its server.
+    socket::remove_dead(&bundle).unwrap_or_else(failed);
     unmounted.and(detached)?;
     let pid = runtime::read_pid(&bundle.join("init.pid")).unwrap_or(0);
     let response = response::deleted(response::unsigned(pid), Some(Exit::now(137)));

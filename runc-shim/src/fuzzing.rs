@@ -15,6 +15,7 @@ use crate::root::mounts;
 use crate::root::overlay;
 use crate::runtime::command;
 use crate::runtime::options::{self, BundleOptions};
+use crate::start::Bootstrap;
 use crate::ttrpc::frame::{Decoder, Incoming};
 use crate::ttrpc::request;
 
@@ -36,6 +37,16 @@ pub fn frames(input: &[u8], cut: usize) -> Vec<(u32, Option<(u8, Vec<u8>)>)> {
 /// The refusal.
 pub fn call(service: &str, method: &str, payload: &[u8]) -> Result<(), String> {
     request::decode(service, method, payload).map(drop).map_err(|e| e.message)
+}
+
+/// The directory of sockets of an input of `start`, and the answer for an address.
+///
+/// # Errors
+/// The refusal.
+pub fn bootstrap(input: &[u8], id: &str, namespace: &str) -> Result<(String, Vec<u8>), String> {
+    let asked = Bootstrap::decode(input, id, namespace).map_err(message)?;
+    let answer = asked.answer("unix:///x".to_owned()).map_err(message)?;
+    Ok((asked.socket_dir, answer))
 }
 
 /// Whether an id is accepted.

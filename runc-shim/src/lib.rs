@@ -1,5 +1,6 @@
 //! A containerd shim for OCI runtimes: serves `containerd.task.v3.Task` for the containers of one
-//! pod on a socket that it is handed as descriptor 3, and runs runc or crun. One thread serves;
+//! pod on a socket that it is handed as descriptor 3, by the daemon or by its own command `start`,
+//! which containerd runs, and runs runc or crun. One thread serves;
 //! each container with streams has a thread that copies them.
 
 mod arguments;
@@ -23,6 +24,7 @@ mod sandbox;
 mod services;
 mod shim;
 mod signals;
+mod start;
 mod sys;
 #[cfg(test)]
 mod testing;
@@ -30,6 +32,7 @@ mod ttrpc;
 
 use std::env;
 use std::io::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use rustix::process::DumpableBehavior;
@@ -38,12 +41,10 @@ use crate::arguments::Arguments;
 use crate::error::{Context as _, Error};
 use crate::root::helper;
 use crate::signals::Signals;
+use crate::ttrpc::server::Listener;
 
 /// The name of the process; the program may be run by a descriptor.
 const NAME: &std::ffi::CStr = c"runc-shim";
-
-/// The descriptor of the listening socket, which the daemon passes.
-const SOCKET: i32 = 3;
 
 /// The main function of the program.
 pub fn main() -> ExitCode {
@@ -62,9 +63,14 @@ fn run() -> Result<ExitCode, Error> {
         writeln!(std::io::stdout(), "{text}").context("write to standard output")?;
         return Ok(ExitCode::SUCCESS);
     }
+    if given.peek().is_some_and(|first| first.trim_start_matches('-') == "info") {
+        start::info::print()?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let arguments = Arguments::parse(given)?;
     match arguments.action.as_str() {
         "" => serve(arguments)?,
+        "start" => start::start(&arguments)?,
         "delete" => {
             // SIGTERM and SIGINT must not interrupt the deletion, as in containerd's shim.
             let _blocked = Signals::new().context("block signals")?;
@@ -84,8 +90,10 @@ fn run() -> Result<ExitCode, Error> {
 }
 
 fn serve(arguments: Arguments) -> Result<(), Error> {
-    let listener = sys::inherited(SOCKET).ok_or_else(|| {
-        Error::unknown("descriptor 3 is not open: only pause-sandboxer starts this program")
+    let socket = sys::inherited(start::SOCKET).ok_or_else(|| {
+        Error::unknown(
+            "descriptor 3 is not open: pause-sandboxer or `start` serves by this program",
+        )
     })?;
     #[cfg(target_env = "gnu")]
     sys::save_memory();
@@ -102,5 +110,15 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
         .context("become subreaper")?;
     let signals = Signals::new().context("watch signals")?;
     let address = env::var("TTRPC_ADDRESS").ok().filter(|address| !address.is_empty());
-    shim::Shim::new(listener, signals, arguments.namespace, arguments.id, address)?.run()
+    // The daemon keeps its socket for the next shim, and names the pause process of its sandbox.
+    // With `start`, the sandbox is a container as the others.
+    let (file, sandbox) = match arguments.socket {
+        file if file.is_empty() => (None, arguments.id),
+        file => (Some(PathBuf::from(file)), String::new()),
+    };
+    if let Some(file) = file.as_ref().filter(|_| !start::is_known()) {
+        return std::fs::remove_file(file).context("remove socket");
+    }
+    let listener = Listener { socket, file };
+    shim::Shim::new(listener, signals, arguments.namespace, sandbox, address)?.run()
 }

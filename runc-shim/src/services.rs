@@ -2,7 +2,7 @@
 //! the children, the copier threads and the epoll instance.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 
 use protobuf::Message;
 use rustix::event::epoll::EventFlags;
@@ -16,7 +16,7 @@ use crate::runtime::command::Command;
 use crate::ttrpc::events::{About, Events, Kind};
 use crate::ttrpc::request::Request;
 use crate::ttrpc::response::{self, Answer};
-use crate::ttrpc::server::{Reply, Server};
+use crate::ttrpc::server::{Listener, Reply, Server};
 
 /// The shared parts of the shim.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl Services {
     /// # Errors
     /// The kernel refuses a descriptor.
     pub fn new(
-        listener: OwnedFd,
+        listener: Listener,
         namespace: String,
         events: Option<String>,
     ) -> Result<Self, Error> {

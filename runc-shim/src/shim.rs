@@ -1,7 +1,6 @@
 //! The shim: the main loop, and the way of each call to its container.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api;
@@ -18,7 +17,7 @@ use crate::signals::Signals;
 use crate::ttrpc::pause_process::PauseProcess;
 use crate::ttrpc::request::{self, Method, Request};
 use crate::ttrpc::response::{self, Answer};
-use crate::ttrpc::server::{Call, Reply};
+use crate::ttrpc::server::{Call, Listener, Reply};
 
 /// How long the shutdown waits until containerd has received the last events, and until running
 /// commands of the runtime have ended.
@@ -30,7 +29,7 @@ const MAX_EXITS_AT_ONCE: usize = 256;
 /// The shim.
 #[derive(Debug)]
 pub struct Shim {
-    /// The pod's sandbox id.
+    /// The pod's sandbox id; empty: the sandbox is a container.
     id: String,
     services: Services,
     /// The containers by their ids.
@@ -51,7 +50,7 @@ impl Shim {
     /// # Errors
     /// The kernel refuses a descriptor.
     pub fn new(
-        listener: OwnedFd,
+        listener: Listener,
         signals: Signals,
         namespace: String,
         id: String,

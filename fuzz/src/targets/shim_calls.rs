@@ -1,10 +1,12 @@
 //! Calls of the Task service: the first byte says which, the rest is the request's message. Beside
 //! them what is in requests: runtime options (17), the process of an exec (18), ids (19). Also the
-//! pause process, which the daemon names (20).
+//! pause process, which the daemon names (20), and what containerd writes to `start` (21).
 
 use containerd_shim_protos::api;
+use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, Extension};
 use containerd_shim_protos::shim::oci::Options;
-use runc_shim::fuzzing::{call, is_id, options_json, process_json};
+use runc_shim::fuzzing::{bootstrap, call, is_id, options_json, process_json};
+use protobuf::Message as _;
 use serde_json::Value;
 
 use super::{Seeds, assert_told};
@@ -37,6 +39,7 @@ pub fn run(input: &[u8]) {
         18 => of_process(content),
         19 => of_id(content),
         20 => of_pause(content),
+        21 => of_bootstrap(content),
         _ => {
             let method = METHODS[usize::from(*kind) % METHODS.len()];
             if let Err(e) = call(SERVICE, method, content) {
@@ -105,6 +108,24 @@ fn of_pause(content: &[u8]) {
     assert!(call(SERVICE, "Other", content).is_err());
 }
 
+/// The answer has the form of the question, and the socket has an absolute path.
+fn of_bootstrap(content: &[u8]) {
+    match bootstrap(content, "a", "n") {
+        Ok((directory, answer)) => {
+            assert!(directory.starts_with('/'));
+            if let Ok(json) = serde_json::from_slice::<Value>(&answer) {
+                assert_eq!(json["address"], "unix:///x");
+            } else {
+                let result = BootstrapResult::parse_from_bytes(&answer).expect("a result");
+                assert_eq!(result.address, "unix:///x");
+                let params = BootstrapParams::parse_from_bytes(content).expect("parameters");
+                assert_eq!((params.instance_id, params.namespace), ("a".into(), "n".into()));
+            }
+        }
+        Err(e) => assert_told(&e),
+    }
+}
+
 pub fn seeds() -> Seeds {
     let input = |kind: u8, content: &[u8]| [&[kind], content].concat();
     let encoded =
@@ -126,7 +147,17 @@ pub fn seeds() -> Seeds {
     let mut options = Options::new();
     (options.binary_name, options.root) = ("/usr/bin/runc".into(), "/run/r".into());
     (options.systemd_cgroup, options.io_uid) = (true, 1000);
+    let mut any = protobuf::well_known_types::any::Any::new();
+    any.type_url = "containerd.runc.v1.Options".into();
+    any.value = encoded(&options);
+    let mut extension = Extension::new();
+    extension.value = Some(any.clone()).into();
+    let mut params = BootstrapParams::new();
+    (params.instance_id, params.namespace) = ("a".into(), "n".into());
+    (params.socket_dir, params.extensions) = (Some("/run/s".into()), vec![extension]);
     vec![
+        ("bootstrap".into(), input(21, &encoded(&params))),
+        ("bootstrap-any".into(), input(21, &encoded(&any))),
         ("create".into(), input(1, &encoded(&create))),
         ("kill".into(), input(8, &encoded(&kill))),
         ("exec".into(), input(9, &encoded(&exec))),

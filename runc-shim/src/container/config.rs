@@ -16,11 +16,22 @@ pub struct Config {
     pub own_pid_namespace: bool,
     /// The `cgroupsPath`; empty if there is none.
     pub cgroups_path: String,
+    /// The group of containers that one server serves, such as a pod.
+    pub group: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
 struct File {
     linux: Option<Linux>,
+    annotations: Option<Annotations>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Annotations {
+    #[serde(rename = "io.containerd.runc.v2.group")]
+    group: Option<String>,
+    #[serde(rename = "io.kubernetes.cri.sandbox-id")]
+    sandbox: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -47,12 +58,14 @@ impl Config {
 
     /// Parses a config.
     pub fn parse(text: &[u8]) -> Self {
-        let linux = serde_json::from_slice::<File>(text).ok().and_then(|file| file.linux);
-        let Some(linux) = linux else { return Self::default() };
+        let Ok(file) = serde_json::from_slice::<File>(text) else { return Self::default() };
+        let group = file.annotations.and_then(|it| it.group.or(it.sandbox));
+        let Some(linux) = file.linux else { return Self { group, ..Self::default() } };
         let is_own = |one: &Namespace| one.kind == "pid" && one.path.is_empty();
         Self {
             own_pid_namespace: linux.namespaces.iter().any(is_own),
             cgroups_path: linux.cgroups_path,
+            group,
         }
     }
 
@@ -89,6 +102,19 @@ mod tests {
         assert!(wanted.is_some());
         assert_eq!(Config::read(dir.path()).cgroup_with("id", pid), wanted);
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn the_group_is_an_annotation() {
+        let group = |config: &str| Config::parse(config.as_bytes()).group;
+        let sandbox = r#""io.kubernetes.cri.sandbox-id":"s","other":"x""#;
+        assert_eq!(group(&format!(r#"{{"annotations":{{{sandbox}}}}}"#)).as_deref(), Some("s"));
+        let own = r#""io.containerd.runc.v2.group":"g""#;
+        let both = format!(r#"{{"linux":{{}},"annotations":{{{sandbox},{own}}}}}"#);
+        assert_eq!(group(&both).as_deref(), Some("g"));
+        for without in [r#"{"annotations":{}}"#, r#"{"annotations":null}"#, "{}", ""] {
+            assert_eq!(group(without), None, "{without}");
+        }
     }
 
     #[test]

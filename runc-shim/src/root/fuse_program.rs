@@ -64,6 +64,7 @@ impl<'a> FuseProgram<'a> {
             directory: None,
             descriptors: &[(null.as_fd(), 0), (writer.as_fd(), 1), (writer.as_fd(), 2)],
             dies_with_parent: true,
+            own_group: false,
         });
         let pid = spawned.context(format_args!("exec {program}"))?;
         let mut command = Command::without_log(pid, output);

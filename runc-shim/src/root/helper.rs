@@ -114,6 +114,7 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
         directory: bundle.as_ref().map(|bundle| bundle.as_fd()),
         descriptors: &descriptors,
         dies_with_parent: true,
+        own_group: false,
     });
     let pid = spawned.context(format_args!("start helper to {}", work.action.word()))?;
     Ok(Command::without_log(pid, output))

@@ -138,6 +138,7 @@ impl Runtime {
             directory: place.directory,
             descriptors: &descriptors,
             dies_with_parent: true,
+            own_group: false,
         });
         let pid = spawned.context(format_args!("exec {name}"))?;
         Ok(Command { pid, log: Some(log), output })

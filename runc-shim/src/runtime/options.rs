@@ -25,7 +25,7 @@ pub fn parse(options: Option<&Any>) -> Result<Options, Error> {
         Some(any) if any.value.is_empty() || is(any, "runtimeoptions.v1.Options") => {
             Ok(Options::new())
         }
-        Some(any) if is(any, "containerd.runc.v1.Options") => {
+        Some(any) if are_of_runc(any) => {
             Options::parse_from_bytes(&any.value).context("runtime options")
         }
         Some(any) => {
@@ -33,6 +33,11 @@ pub fn parse(options: Option<&Any>) -> Result<Options, Error> {
             Err(Error::new(Code::INVALID_ARGUMENT, message))
         }
     }
+}
+
+/// Whether these are the options of runc.
+pub fn are_of_runc(any: &Any) -> bool {
+    is(any, "containerd.runc.v1.Options")
 }
 
 /// The options of a Checkpoint.

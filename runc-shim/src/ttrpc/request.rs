@@ -11,7 +11,8 @@ use crate::process_key::ProcessKey;
 use crate::ttrpc::pause_process::{self, PauseProcess};
 use crate::ttrpc::server::Reply;
 
-const SERVICE: &str = "containerd.task.v3.Task";
+/// The names of the Task service in containerd 2 and 1, with the same messages.
+const SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
 
 /// A request.
 #[derive(Debug)]
@@ -75,7 +76,7 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
         _ if service == pause_process::SERVICE => {
             (none.clone(), none, M::SetPause(PauseProcess::decode(method, p)?))
         }
-        _ if service != SERVICE => {
+        _ if !SERVICES.contains(&service) => {
             return Err(Error::new(Code::UNIMPLEMENTED, format!("service {service}")));
         }
         "State" => parse(p).map(|r: StateRequest| (r.id, r.exec_id, M::State))?,

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::ttrpc::get_status;
@@ -69,10 +70,19 @@ struct Connection {
     flags: EventFlags,
 }
 
+/// A listening socket.
+#[derive(Debug)]
+pub struct Listener {
+    /// The socket.
+    pub socket: OwnedFd,
+    /// Its file, if this process removes it.
+    pub file: Option<PathBuf>,
+}
+
 /// The server.
 #[derive(Debug)]
 pub struct Server {
-    listener: OwnedFd,
+    listener: Listener,
     connections: BTreeMap<u32, Connection>,
     /// The id of the next connection. No id is used twice, so that no answer goes to another
     /// caller.
@@ -85,20 +95,24 @@ pub struct Server {
 
 impl Server {
     /// A server on a listening socket.
-    pub fn new(listener: OwnedFd, reactor: &Reactor) -> io::Result<Self> {
-        rustix::io::ioctl_fionbio(&listener, true)?;
-        reactor.add(&listener, Source::Listener, EventFlags::IN)?;
+    pub fn new(listener: Listener, reactor: &Reactor) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&listener.socket, true)?;
+        reactor.add(&listener.socket, Source::Listener, EventFlags::IN)?;
         let connections = BTreeMap::new();
         Ok(Self { listener, connections, next_id: 0, accept_again_at: None, accepts: true })
     }
 
     /// Accepts no connection any more. New callers wait in the queue of the listening socket, which
     /// the daemon keeps for the next shim. This process keeps it, too: a daemon that has restarted
-    /// takes it from here.
+    /// takes it from here. A file of its own is removed, so that new callers find another shim: at
+    /// once, because `start` may have replaced it when the socket is closed.
     pub fn stop_accepting(&mut self, reactor: &Reactor) {
         (self.accepts, self.accept_again_at) = (false, None);
         // Fails only if it was removed already.
-        let _ = reactor.remove(&self.listener);
+        let _ = reactor.remove(&self.listener.socket);
+        if let Some(file) = self.listener.file.take() {
+            let _ = std::fs::remove_file(file);
+        }
     }
 
     /// Accepts the pending connections. Closes those of users other than root and the shim's own.
@@ -112,7 +126,7 @@ impl Server {
             if self.connections.len() >= MAX_CONNECTIONS {
                 return self.listen(false, reactor);
             }
-            let socket = match rustix::net::accept_with(&self.listener, flags) {
+            let socket = match rustix::net::accept_with(&self.listener.socket, flags) {
                 Ok(socket) => socket,
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
@@ -147,7 +161,7 @@ impl Server {
 
     fn listen(&mut self, listens: bool, reactor: &Reactor) {
         let flags = if listens { EventFlags::IN } else { EventFlags::empty() };
-        let changed = reactor.change(&self.listener, Source::Listener, flags);
+        let changed = reactor.change(&self.listener.socket, Source::Listener, flags);
         if changed.is_err() || !listens {
             self.accept_again_at = Some(Instant::now() + ACCEPT_WAIT);
         }
