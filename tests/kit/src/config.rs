@@ -228,7 +228,10 @@ address = "{sandboxer}"
         },
     );
     let systemd = CgroupDriver::chosen() == CgroupDriver::Systemd;
+    let builtin_shim = options.builtin_shim.clone().or_else(crate::shim::of_builtin);
     for handler in Handler::ALL {
+        let shim = builtin_shim.as_ref().filter(|_| handler == Handler::Builtin);
+        let shim = shim.map(|path| format!("runtime_path = {path:?}\n")).unwrap_or_default();
         for (name, cni) in [(handler.name(), "conf"), (handler.with_bad_netns(), "badnet")] {
             let table =
                 format!(r#"[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.{name}"#);
@@ -236,7 +239,7 @@ address = "{sandboxer}"
                 r#"
 {table}]
 runtime_type = "io.containerd.runc.v2"
-sandboxer = "{sandboxer}"
+{shim}sandboxer = "{sandboxer}"
 cni_conf_dir = "{top}/cni/{cni}"
 
 {table}.options]

@@ -78,6 +78,8 @@ pub struct Options {
     pub containerd_config_head: String,
     /// Text that is appended to containerd's config file; `{top}` stands for the node's directory.
     pub containerd_config: String,
+    /// The shim of the built-in controller's pods in place of containerd's, by its path.
+    pub builtin_shim: Option<PathBuf>,
     /// Settings of CRI's runtime plugin in containerd's config file, beside the kit's own.
     pub cri_config: String,
     /// Text that is appended to the sandboxer's config file.

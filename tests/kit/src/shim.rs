@@ -1,6 +1,6 @@
 //! Which shim the pods of the sandboxer get, and the sandboxer's own as cargo builds it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
@@ -19,6 +19,12 @@ pub fn setting() -> String {
         .ok()
         .filter(|setting| !setting.is_empty())
         .unwrap_or_else(|| DEFAULT.to_owned())
+}
+
+/// The shim of pods of the built-in controller in place of containerd's: the path in the
+/// environment variable `KIT_BUILTIN_SHIM`.
+pub(crate) fn of_builtin() -> Option<PathBuf> {
+    std::env::var_os("KIT_BUILTIN_SHIM").filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
 /// The setting `shim` of a sandboxer with these lines in its config file.

@@ -1,4 +1,4 @@
-//! A pod's shim as the daemon starts it, with a real runc, and a stand-in of containerd that takes
+//! A pod's shim as the daemon starts it, or with `SHIM_OF_START` as the command `start`, with a real runc, and a stand-in of containerd that takes
 //! its events.
 
 mod container;
@@ -126,8 +126,13 @@ impl Pod {
     fn launch(before: &str, log: Stdio) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
+        // `start` names the file of the socket, and writes a byte.
+        let rest = match std::env::var_os("SHIM_OF_START") {
+            Some(_) => r#"-socket "$PWD/s" 3<&0 0</dev/zero"#,
+            None => "3<&0 0</dev/null",
+        };
         let shim = Command::new("/bin/sh")
-            .args(["-c", &format!("{before}; exec \"$0\" \"$@\" 3<&0 0</dev/null")])
+            .args(["-c", &format!("{before}; exec \"$0\" \"$@\" {rest}")])
             .arg(program())
             .args(["-namespace", "test", "-id", "pod", "-address", "/none"])
             .env_clear()

@@ -13,7 +13,10 @@ use crate::teardown;
 
 impl Node {
     /// The name of its snapshotter.
-    pub(crate) fn snapshotter(&self) -> Result<&'static str> {
+    ///
+    /// # Errors
+    /// The node has not started.
+    pub fn snapshotter(&self) -> Result<&'static str> {
         self.snapshotter_name.get().copied().context("the node has not started")
     }
 
