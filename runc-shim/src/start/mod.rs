@@ -47,11 +47,15 @@ pub fn start(arguments: &Arguments) -> Result<(), Error> {
     // file when it restarts, and a later one reads it if it was killed during this call.
     std::fs::write(socket::ADDRESS_FILE, &address).context("write file address")?;
     let answer = asked.answer(address)?;
-    let _lock = socket::lock(directory)?;
-    let Some(listener) = socket::claim(&path)? else { return print(&answer) };
+    let lock = socket::lock(directory)?;
+    let claimed = socket::claim(&path)?;
+    // A launch takes long on a busy node, and the starts of other groups must not wait for it.
+    drop(lock);
+    let Some(listener) = claimed else { return print(&answer) };
     let launched = placement::enter(&asked.options)
         .and_then(|()| launch(arguments, file, &asked.events, &listener));
-    // From here on the server removes it.
+    // Here and in the server it is removed before the listener is closed, so it is not that of
+    // another call.
     let server = launched.inspect_err(|_| drop(std::fs::remove_file(&path)))?;
     print(&answer)?;
     rustix::io::write(server, b"1").map(drop).context("tell the server")

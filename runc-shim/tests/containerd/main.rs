@@ -35,18 +35,18 @@ fn run(case: impl AsyncFnOnce(&Arc<Node>) -> Result<()>) {
     runtime.block_on(async {
         let options = Options { builtin_shim: Some(program()), ..Options::default() };
         let node = Node::start(options).await.unwrap();
-        // containerd makes directories of its own with the first pod.
-        let first = node.run(Handler::Builtin, PodSpec::new("first")).await.unwrap();
-        first.run(ContainerSpec::sleeping("a")).await.unwrap();
-        first.remove().await.unwrap();
-        let before = node.snapshot().unwrap();
         let checked = async {
+            // containerd makes directories of its own with the first pod.
+            let first = node.run(Handler::Builtin, PodSpec::new("first")).await?;
+            first.run(ContainerSpec::sleeping("a")).await?;
+            first.remove().await?;
+            let before = node.snapshot()?;
             case(&node).await?;
             node.settles_to(&before).await
         };
         let done = tokio::time::timeout(kit::patient(LIMIT), checked).await.expect("hangs");
         if let Err(e) = done {
-            panic!("{e:#}\n{}", node.log_tails(60));
+            panic!("{e:#}\n{}", node.log_tails(400));
         }
     });
 }
