@@ -120,19 +120,17 @@ fn have(calls: &[String], needed: &[&str]) -> Result<()> {
 /// comes. Answers the calls of the last, whole run.
 async fn at_calls(node: &Arc<Node>, part: Part, every: usize) -> Result<Vec<String>> {
     let (before, begun) = (node.snapshot()?, Instant::now());
-    let mut killed = 0;
-    for nth in (1..).step_by(every) {
+    for (killed, nth) in (1..).step_by(every).enumerate() {
         let seen = one(node, part, nth).await.with_context(|| format!("{part:?}, call {nth}"))?;
         let at = seen.calls.last().cloned().unwrap_or_default();
         let settled = node.settles_to(&before).await;
         settled.with_context(|| format!("{part:?}, killed at call {nth}: {at}"))?;
         if !seen.killed {
-            let (of, took) = (seen.calls.len(), begun.elapsed().as_secs_f32());
-            eprintln!("{part:?}: killed at {killed} of {of} calls, {took:.1} s");
+            let (calls, took) = (seen.calls.len(), begun.elapsed().as_secs_f32());
+            eprintln!("{part:?}: killed at {killed} of {calls} calls, {took:.1} s");
             ensure!(killed > 2, "killed only {killed} times");
             return Ok(seen.calls);
         }
-        killed += 1;
     }
     bail!("unreachable: there are not that many calls")
 }
