@@ -71,14 +71,16 @@ pub(crate) async fn killed_in_exec(run: Run) -> Result<Cell> {
     let probes = || -> Result<usize> {
         Ok(inside(container.id())?.iter().filter(|p| p.command == PROBE.join(" ")).count())
     };
-    until("the probe runs", SOON, async || Ok(ensure!(probes()? == 1, "it does not"))).await?;
+    let are = |many: usize| -> Result<()> {
+        let now = probes()?;
+        ensure!(now == many, "{now} processes");
+        Ok(())
+    };
+    until("the probe runs", SOON, async || are(1)).await?;
     run.node.kill_containerd()?;
     ensure!(probe.await?.is_err(), "the probe was answered");
     run.node.start_containerd().await?;
-    let gone = until("its process is gone", Duration::from_secs(10), async || {
-        Ok(ensure!(probes()? == 0, "it runs"))
-    })
-    .await;
+    let gone = until("its process is gone", Duration::from_secs(10), async || are(0)).await;
     let text = "the probe's process runs 10 s after the restart";
     match gone {
         Ok(()) => cell.fact("the probe's process is gone"),

@@ -188,6 +188,11 @@ macro_rules! event {
 
 /// All events, in the order of the page.
 pub(crate) fn all() -> Vec<Event> {
+    [ends(), states()].concat()
+}
+
+/// A daemon or a process of the pod ends or hangs.
+fn ends() -> Vec<Event> {
     vec![
         event!(
             "a container exits with 42 while containerd is down",
@@ -239,6 +244,12 @@ pub(crate) fn all() -> Vec<Event> {
             true,
             COLLECT
         ),
+    ]
+}
+
+/// The node is not as the pod needs it, or changes under it.
+fn states() -> Vec<Event> {
+    vec![
         event!(
             "a process of another owner is in the pause process's cgroup",
             [],

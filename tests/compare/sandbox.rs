@@ -56,7 +56,8 @@ pub(crate) async fn pause_killed(run: Run) -> Result<Cell> {
     let begun = Instant::now();
     signal(pod.pause_pid().await?, Signal::SIGKILL)?;
     let noticed = until("the pod is not ready", NOTICED, async || {
-        Ok(ensure!(!pod.is_ready().await?, "it is"))
+        ensure!(!pod.is_ready().await?, "it is");
+        Ok(())
     })
     .await;
     match noticed {
