@@ -13,5 +13,6 @@
 )]
 
 mod node;
+mod order;
 mod scope;
 mod unit;

@@ -20,8 +20,8 @@ use nix::unistd::Pid;
 
 use super::node::{alone, cgroup, eventually, run, show};
 
-const SERVICE: &str = "pause-sandboxer.service";
-const SOCKET: &str = "pause-sandboxer.socket";
+pub(crate) const SERVICE: &str = "pause-sandboxer.service";
+pub(crate) const SOCKET: &str = "pause-sandboxer.socket";
 const PATH: &str = "/run/pause-sandboxer/pause-sandboxer.sock";
 const UNITS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/systemd");
 
@@ -48,7 +48,7 @@ fn install() {
 }
 
 /// Sockets and daemon, running.
-fn up() {
+pub(crate) fn up() {
     install();
     run("systemctl", &["start", SOCKET, SERVICE]);
 }
