@@ -253,12 +253,13 @@ pub fn ended_child(pid: Option<i32>) -> Option<(i32, u32)> {
     (pid > 0).then(|| (pid, u32::try_from(status).unwrap_or(255)))
 }
 
-/// Makes a detached mount an idmapped mount by a user namespace (mount_setattr(2)).
+/// Makes a detached mount an idmapped mount by a user namespace, and private (mount_setattr(2)).
+/// The copy of a shared mount is its peer: what is mounted or unmounted in one, is so in the other.
 pub fn map_mount(mount: BorrowedFd<'_>, users: BorrowedFd<'_>, read_only: bool) -> io::Result<()> {
     let attributes = libc::mount_attr {
         attr_set: libc::MOUNT_ATTR_IDMAP | if read_only { libc::MOUNT_ATTR_RDONLY } else { 0 },
         attr_clr: 0,
-        propagation: 0,
+        propagation: libc::MS_PRIVATE,
         userns_fd: u64::try_from(users.as_raw_fd()).unwrap_or(u64::MAX),
     };
     // SAFETY: the path is an empty string, and the structure has the size that is passed.

@@ -214,6 +214,30 @@ fn a_user_namespace_has_mapped_mounts_and_its_own_streams() {
     pod.shut_down();
 }
 
+/// As systemd has them on every node: a mount shows in each copy of the mount that it is in, and
+/// goes with each.
+#[test]
+fn a_mapped_root_file_system_stays_where_mounts_are_shared() {
+    use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_bind, mount_change, unmount};
+    let mut pod = Pod::new();
+    let dir = pod.dir.path().to_owned();
+    mount_bind(&dir, &dir).unwrap();
+    mount_change(&dir, MountPropagationFlags::SHARED).unwrap();
+    std::fs::create_dir(pod.path("layer")).unwrap();
+    let mut overlay = Mount::new();
+    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
+    overlay.options = vec![
+        format!("lowerdir={}:{}", pod.path("root"), pod.path("layer")),
+        "uidmap=0:70000:65536".to_owned(),
+        "gidmap=0:70000:65536".to_owned(),
+    ];
+    pod.run("a", "exit 3", &Container { rootfs: vec![overlay], ..Default::default() });
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+    unmount(&dir, UnmountFlags::empty()).unwrap();
+}
+
 /// A pod whose shim was killed, and which has a container with a root file system.
 fn pod_with_a_dead_shim() -> Pod {
     let mut pod = Pod::new();
