@@ -167,7 +167,17 @@ struct Call {
 }
 
 impl Call {
+    /// From the registers: User-mode Linux has no `/proc/TID/syscall`.
+    #[cfg(target_arch = "x86_64")]
+    fn of(tid: Pid) -> Option<Self> {
+        let registers = ptrace::getregs(tid).ok()?;
+        let libc::user_regs_struct { rdi, rsi, rdx, r10, r8, r9, orig_rax, .. } = registers;
+        let arguments = [rdi, rsi, rdx, r10, r8, r9];
+        Some(Self { tid, number: orig_rax.cast_signed(), arguments })
+    }
+
     /// From `/proc/TID/syscall`: the number, the arguments, stack pointer and program counter.
+    #[cfg(not(target_arch = "x86_64"))]
     fn of(tid: Pid) -> Option<Self> {
         let text = fs::read_to_string(format!("/proc/{tid}/syscall")).ok()?;
         let mut words = text.split_whitespace();
