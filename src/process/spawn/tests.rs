@@ -206,9 +206,8 @@ async fn a_process_gets_a_core_scheduling_domain_on_request() {
         errors: None,
     });
     // The kernel's answer to another process.
-    let script = "import ctypes; c = ctypes.CDLL(None, use_errno=True); \
-                  print(0 if c.prctl(62, 1, 0, 1, 0) == 0 else ctypes.get_errno())";
-    let said = Command::new("python3").args(["-c", script]).output().unwrap();
+    let script = format!("print syscall({}, 62, 1, 0, 1, 0) == 0 ? 0 : $!+0", libc::SYS_prctl);
+    let said = Command::new("perl").args(["-e", &script]).output().unwrap();
     let errno: i32 = String::from_utf8(said.stdout).unwrap().trim().parse().unwrap();
     match launched {
         Ok(process) => {
