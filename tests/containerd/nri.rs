@@ -70,7 +70,12 @@ async fn plugin_receives(bench: Bench, wanted: PodSpec) -> Result<()> {
         let mut namespaces: Vec<_> =
             private.into_iter().chain(network.into_iter().flatten()).collect();
         namespaces.sort();
-        (format!("{parent}/{id}"), namespaces)
+        // As runc takes a scope of systemd, or a directory.
+        let cgroup = match parent.rsplit('/').next() {
+            Some(slice) if slice.ends_with(".slice") => format!("{slice}:cri-containerd:{id}"),
+            _ => format!("{parent}/{id}"),
+        };
+        (cgroup, namespaces)
     };
     let told_by_answer = tells_plugins(&bench).await?;
     let complete = bench.handler == Handler::Builtin || told_by_answer;

@@ -50,7 +50,8 @@ async fn one(current: &Current, case: &Case) -> Result<()> {
     harness.behave()?;
     let before = harness.node.snapshot()?;
     let result = async {
-        tokio::time::timeout(case.limit, (case.run)(harness.clone())).await.context("hangs")??;
+        let limit = kit::patient(case.limit);
+        tokio::time::timeout(limit, (case.run)(harness.clone())).await.context("hangs")??;
         harness.node.settles_to(&before).await
     };
     let failed = match result.await {

@@ -169,8 +169,9 @@ fn a_shim_that_is_killed_at_any_call_leaves_nothing() {
 fn a_shim_that_is_killed_while_the_runtime_works_leaves_nothing() {
     let step = Duration::from_millis(4);
     let ways = [By::Containerd, By::Daemon];
+    let moments = kit::fewer("moments", 12);
     for (call, by) in CALLS.into_iter().flat_map(|call| ways.map(|by| (call, by))) {
-        for steps in 0..12 {
+        for steps in 0..moments {
             let mut pod = Pod::new();
             prepare(&pod, call);
             let pod_ref = &pod;
