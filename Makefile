@@ -235,8 +235,8 @@ soak: parts ## random churn for 10 minutes, or SOAK_SECONDS; needs root
 test-deb: $(DEB) $(RPM) ## the packages on an emulated node, from installation to removal; needs Go
 	tools=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && CRICTL=$$tools/crictl tests/deb/run-in-vm
 
-test-vm: parts ## the tests on a Debian node with systemd and cgroup v2; needs root
-	tests/vm/test
+test-vm: ## the release's programs on a Debian node with systemd and cgroup v2; needs root and Go
+	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts tests/vm/test
 	tests/selinux/run-in-vm
 
 # Not part of `make test-node`: emulating another architecture takes as long again.
