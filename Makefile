@@ -196,6 +196,7 @@ prepare: ## fetch and build what `check`, `conformance` and `test-node` need; ne
 	tests/vm/build-image
 	$(MAKE) $(DEB) $(RPM) tools
 	packaging/release/programs $$(dpkg --print-architecture)
+	tests/deb/earlier-packages
 
 # CONFORMANCE="2.0.14 debian" runs it on others than the long-term release.
 conformance: ## critest, kubelet's test suite of CRI, with both controllers; needs root and Go

@@ -199,6 +199,53 @@ fn install(first_package: &str) {
     assert!(findings.contains("-> pause-sandboxer enable --restart"), "{findings}");
 }
 
+/// A setting of containerd's that differs from the default.
+const SHIM_ENV: &str = "/etc/containerd/conf.d/shim-env.toml";
+
+fn adopted() -> Option<String> {
+    fs::read_to_string("/etc/pause-sandboxer/config.adopted.toml").ok()
+}
+
+/// Lets `enable` adopt a setting of containerd's; the text of its file. dpkg still finds its own
+/// config file as it has installed it, or it would ask what to do with another version of it.
+fn adopt_settings() -> Option<String> {
+    let text = "[plugins.\"io.containerd.shim.v1.manager\"]\nenv = [\"A=1\"]\n";
+    fs::write(SHIM_ENV, text).unwrap();
+    let enabled = quiet("systemctl restart containerd; pause-sandboxer enable --offline 2>&1");
+    let adopted = adopted();
+    assert!(adopted.as_ref().is_some_and(|text| text.contains("A=1")), "{adopted:?}: {enabled}");
+    // The image leaves out documents, which dpkg misses.
+    let changed = quiet("dpkg --verify pause-sandboxer 2>&1 | grep -v /usr/share/");
+    assert_eq!(changed, "", "dpkg would ask about it");
+    adopted
+}
+
+/// Undoes it.
+fn forget_settings() {
+    fs::remove_file(SHIM_ENV).unwrap();
+    let enabled = "systemctl restart containerd; pause-sandboxer enable --offline --restart 2>&1";
+    let enabled = quiet(enabled);
+    assert_eq!(adopted(), None, "what containerd no longer has stays: {enabled}");
+}
+
+/// Installs the other version over this one. dpkg has no terminal: a question would end it.
+fn upgrade(first_package: &str, second_package: &str) {
+    says("Upgrade");
+    let daemon = main_pid();
+    run(&format!("dpkg -i {second_package} </dev/null"));
+    assert_ne!(main_pid(), daemon, "the new one runs");
+    assert_eq!(
+        quiet("dpkg-query -W -f '${Version}' pause-sandboxer"),
+        version(second_package),
+        "upgraded from {}",
+        version(first_package)
+    );
+    assert!(
+        fs::read_to_string(DROP_IN).unwrap().contains("localhost/pause-sandboxer/pause:1"),
+        "what was enabled stays"
+    );
+}
+
 fn before_the_reboot(first_package: &str, second_package: &str) {
     let pods = Pods::new();
     pods.up();
@@ -213,8 +260,6 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     pods.up();
     assert_eq!(typed("pause-sandboxer check").0, 0);
 
-    selftest();
-
     says("Run a pod");
     let web = eventually("the first pod", || pods.run("web", HANDLER));
     let plain = pods.run("plain", "").expect("the default handler runs on the same image");
@@ -228,10 +273,26 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     run("pause-sandboxer inspect default/web | head -n 12");
     run("pause-sandboxer stats");
     let pause = pause_of("web");
-    let shim = |id: &str| quiet(&format!("pgrep -f 'shim.* -id {id}' | head -n 1"));
-    let ours = shim(&web);
-    let theirs = shim(&plain);
+
+    let settings = adopt_settings();
+    upgrade(first_package, second_package);
+    assert_eq!(adopted(), settings, "the settings stay");
+    pods.ready("web");
+    assert_eq!(pause_of("web"), pause, "the same pause");
+    assert_eq!(pods.exec(&first, &["echo", "still here"]), "still here");
+    run("pause-sandboxer list");
+    let new = pods.run("new", HANDLER).unwrap();
+    pods.container("new", &new, "main");
+    let [ours, theirs] =
+        [&new, &plain].map(|pod| quiet(&format!("pgrep -f 'shim.* -id {pod}' | head -n 1")));
     assert_eq!(limits(&ours), limits(&theirs), "a shim has the limits that containerd gives one");
+    let environment = fs::read_to_string(format!("/proc/{ours}/environ")).unwrap();
+    assert!(environment.split('\0').any(|variable| variable == "A=1"), "{environment}");
+    pods.remove("new", &new);
+    forget_settings();
+    pods.up();
+
+    selftest();
 
     says("Restart both daemons");
     for unit in [SERVICE, "containerd"] {
@@ -245,25 +306,6 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     run("pause-sandboxer list");
     let second = pods.container("web", &web, "second");
     assert!(pods.exec(&second, &["cat", "/etc/hosts"]).contains("localhost"), "its files are back");
-
-    says("Upgrade");
-    let daemon = main_pid();
-    run(&format!("dpkg -i {second_package}"));
-    assert_ne!(main_pid(), daemon, "the new one runs");
-    assert_eq!(
-        quiet("dpkg-query -W -f '${Version}' pause-sandboxer"),
-        version(second_package),
-        "upgraded from {}",
-        version(first_package)
-    );
-    pods.ready("web");
-    assert_eq!(pause_of("web"), pause, "the same pause");
-    assert_eq!(pods.exec(&first, &["echo", "still here"]), "still here");
-    assert!(
-        fs::read_to_string(DROP_IN).unwrap().contains("localhost/pause-sandboxer/pause:1"),
-        "what was enabled stays"
-    );
-    run("pause-sandboxer list");
 
     says("Remove the package with a pod alive, and install it again");
     let (code, text) = typed("apt-get -qq remove pause-sandboxer");
