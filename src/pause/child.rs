@@ -10,9 +10,13 @@
 //! the daemon too, which does the rest.
 
 use std::ffi::{CString, c_int, c_uint};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen,
+};
 use rustix::process::{
     DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit,
 };
@@ -35,6 +39,7 @@ pub(super) enum ChildStep {
     JoinNetwork,
     JoinRoot,
     UnshareDescriptors,
+    MountSysfs,
     JoinCgroup,
     OomScore,
     ClearGroups,
@@ -57,11 +62,12 @@ pub(super) enum ChildStep {
 }
 
 /// All steps, by number.
-const STEPS: [(ChildStep, &str); 23] = [
+const STEPS: [(ChildStep, &str); 24] = [
     (ChildStep::Begin, "begin the pause process"),
     (ChildStep::JoinNetwork, "join network namespace"),
     (ChildStep::JoinRoot, "join the empty mount namespace"),
     (ChildStep::UnshareDescriptors, "unshare the descriptor table"),
+    (ChildStep::MountSysfs, "mount the sysfs of the network"),
     (ChildStep::JoinCgroup, "join cgroup"),
     (ChildStep::OomScore, "write oom score"),
     (ChildStep::ClearGroups, "drop supplementary groups"),
@@ -144,6 +150,8 @@ pub(super) struct PauseWork<'a> {
     /// The empty mount namespace.
     pub(super) root: BorrowedFd<'a>,
     pub(super) user: Option<User<'a>>,
+    /// Keeps the network's sysfs writable; see [`mount_sysfs`].
+    pub(super) sysfs: bool,
     /// The node's `/proc`.
     pub(super) proc: BorrowedFd<'a>,
     /// The pause program.
@@ -168,8 +176,8 @@ pub(super) struct PauseWork<'a> {
 
 /// The first child.
 pub(super) extern "C" fn first(work: &PauseWork<'_>) -> ! {
-    let done = enter(work).and_then(|()| match &work.user {
-        None => become_pause(work),
+    let done = enter(work).and_then(|sysfs| match &work.user {
+        None => become_pause(work, sysfs.as_ref()),
         Some(user) => clone_second(work, user),
     });
     finish(work, done)
@@ -177,15 +185,15 @@ pub(super) extern "C" fn first(work: &PauseWork<'_>) -> ! {
 
 /// The second child: is in the pod's user namespace and made the others.
 extern "C" fn second(work: &PauseWork<'_>) -> ! {
-    finish(work, become_pause(work))
+    finish(work, become_pause(work, None))
 }
 
 fn finish(work: &PauseWork<'_>, done: Result<(), Errno>) -> ! {
     work.report.report.exit(done)
 }
 
-/// Drops the node's privileges.
-fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
+/// Drops the node's privileges. Returns the mount that the pause process is to keep.
+fn enter(work: &PauseWork<'_>) -> Result<Option<OwnedFd>, Errno> {
     let report = &work.report;
     if let Some(network) = work.network {
         report.enter(ChildStep::JoinNetwork);
@@ -196,6 +204,8 @@ fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
     // The child shares the daemon's table until here: a copy costs time with thousands of pods.
     report.enter(ChildStep::UnshareDescriptors);
     sys::unshare_descriptors(work.highest)?;
+    report.enter(ChildStep::MountSysfs);
+    let sysfs = work.sysfs.then(mount_sysfs).transpose()?;
     report.enter(ChildStep::JoinCgroup);
     for (index, hierarchy) in work.hierarchies.iter().enumerate() {
         report.item(index);
@@ -212,7 +222,16 @@ fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
     // It counts all processes of a user, and the pause process's user has more on most nodes: those
     // of containers with the same id.
     report.enter(ChildStep::Processes);
-    lift_process_limit()
+    lift_process_limit()?;
+    Ok(sysfs)
+}
+
+/// Mounts the network's sysfs, writable, at no place. A network has one, and its first mount decides
+/// whether any mount of it can be written: that of an unprivileged container cannot.
+fn mount_sysfs() -> Result<OwnedFd, Errno> {
+    let sysfs = fsopen(c"sysfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    fsconfig_create(sysfs.as_fd())?;
+    fsmount(sysfs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())
 }
 
 /// No limit of the user's processes, or the highest that this process may set.
@@ -263,8 +282,8 @@ fn clone_second(work: &PauseWork<'_>, user: &User<'_>) -> Result<(), Errno> {
     sys::clone_child(&clone, work, second).map(|(_, pidfd)| sys::close(pidfd))
 }
 
-/// The rest, up to the program.
-fn become_pause(work: &PauseWork<'_>) -> Result<(), Errno> {
+/// The rest, up to the program, which keeps `kept` open.
+fn become_pause(work: &PauseWork<'_>, kept: Option<&OwnedFd>) -> Result<(), Errno> {
     let report = &work.report;
     if !work.hostname.is_empty() {
         report.enter(ChildStep::Hostname);
@@ -304,6 +323,9 @@ fn become_pause(work: &PauseWork<'_>) -> Result<(), Errno> {
     // the exec no daemon would identify this process as a pause process. So the next process that
     // takes the lock finds it.
     sys::close_at_execute(0, Some(work.image))?;
+    if let Some(kept) = kept {
+        fcntl_setfd(kept, FdFlags::empty())?;
+    }
     report.enter(ChildStep::Filter);
     sys::filter::install(&seccomp::FILTER)?;
     report.enter(ChildStep::Execute);

@@ -81,6 +81,9 @@ pub struct Plan {
     /// SELinux label of the process; empty where it has none of its own: SELinux is off, or the pod
     /// is privileged.
     pub selinux_label: String,
+    /// The pod may have privileged containers, which can write to the sysfs of its network.
+    #[serde(default)]
+    pub privileged: bool,
 }
 
 /// The value of the built-in controller (`defaultSandboxOOMAdj`).
@@ -112,6 +115,7 @@ impl Plan {
             cgroup_parent: String::new(),
             oom_score_adj: OOM_SCORE_ADJ,
             selinux_label: String::new(),
+            privileged: false,
         }
     }
 

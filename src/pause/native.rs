@@ -249,6 +249,7 @@ impl Driver for Native {
                 root: (uid.container_id, gid.container_id),
                 stack: sys::Stack::new(),
             }),
+            sysfs: plan.privileged && network.is_some() && user.is_none(),
             proc: self.proc.as_fd(),
             image: self.image.as_fd(),
             highest,

@@ -135,6 +135,7 @@ fn plan(
         cgroup_parent: cgroup_parent(id, parent, systemd_runs())?,
         oom_score_adj: pause::oom_score_adj(config.restrict_oom_score_adj),
         selinux_label,
+        privileged: security.privileged,
     })
 }
 

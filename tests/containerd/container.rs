@@ -14,7 +14,7 @@ use crate::harness::{Bench, Case, cases};
 const SOON: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases = cases![both: exec, logs, crash_and_recreate];
+    let mut cases = cases![both: exec, logs, crash_and_recreate, writable_sysfs];
     cases.extend(cases![ours, "it has no such setting": limits_of_the_settings]);
     cases
 }
@@ -37,6 +37,24 @@ async fn exec(bench: Bench) -> Result<()> {
         container.exec(&["/no/such/program"]).await.is_err(),
         "a program that does not exist ran"
     );
+    pod.remove().await
+}
+
+/// A network has one sysfs for all its mounts, and the first of them decides whether it can be
+/// written: that of an unprivileged container, such as an init container, cannot.
+/// Promise: cri_works.
+async fn writable_sysfs(bench: Bench) -> Result<()> {
+    let privileged = PodSpec::new("writable-sysfs").with(|pod| {
+        pod.linux.mut_or_insert_default().security_context.mut_or_insert_default().privileged =
+            true;
+    });
+    let pod = bench.run(privileged).await?;
+    let write = "f=/sys/class/net/lo/tx_queue_len; v=$(cat $f) && echo $v >$f && echo written";
+    let first = pod.run(ContainerSpec::sleeping("first")).await?;
+    ensure!(first.sh(write).await.is_err(), "an unprivileged container wrote to /sys");
+    let second = pod.run(ContainerSpec::sleeping("second").privileged()).await?;
+    let wrote = second.sh(write).await?;
+    ensure!(wrote == "written\n", "a privileged container: {wrote}");
     pod.remove().await
 }
 

@@ -297,14 +297,6 @@ const KNOWN: &[Known] = &[
         "it belongs to the maker of the IPC namespace: of runc's pause the group is the node's, \
          which the pod does not have; of ours both ids are the pod's root",
     ),
-    known(
-        "*privileged",
-        "container: mount on /sys",
-        "sysfs / ro,nosuid,nodev,noexec,relatime  rw",
-        "sysfs / ro,nosuid,nodev,noexec,relatime  ro",
-        "the first mount of a network's sysfs decides for all whether it can be writable; the \
-         built-in's pause of a privileged pod has one, and ours has no mount",
-    ),
     // ---- what is reported of it ----
     known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),

@@ -122,6 +122,7 @@ pub fn whole() -> Record {
         cgroup_parent: "/kubepods/pod1".into(),
         oom_score_adj: -998,
         selinux_label: "system_u:system_r:container_t:s0:c1,c2".into(),
+        privileged: true,
     };
     let json = serde_json::json!({
         "version": VERSION,
