@@ -5,8 +5,8 @@
 use containerd_shim_protos::api;
 use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, Extension};
 use containerd_shim_protos::shim::oci::Options;
-use runc_shim::fuzzing::{bootstrap, call, is_id, options_json, process_json};
 use protobuf::Message as _;
+use runc_shim::fuzzing::{bootstrap, call, is_id, options_json, process_json};
 use serde_json::Value;
 
 use super::{Seeds, assert_told};
