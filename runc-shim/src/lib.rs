@@ -1,7 +1,7 @@
 //! A containerd shim for OCI runtimes: serves `containerd.task.v3.Task` for the containers of one
 //! pod on a socket that it is handed as descriptor 3, by the daemon or by its own command `start`,
-//! which containerd runs, and runs runc or crun. One thread serves;
-//! each container with streams has a thread that copies them.
+//! which containerd runs. It runs runc or crun. One thread serves; each container with streams has
+//! a thread that copies them.
 
 mod arguments;
 mod cgroup;
@@ -92,7 +92,8 @@ fn run() -> Result<ExitCode, Error> {
 fn serve(arguments: Arguments) -> Result<(), Error> {
     let socket = sys::inherited(start::SOCKET).ok_or_else(|| {
         Error::unknown(
-            "descriptor 3 is not open: pause-sandboxer or `start` serves by this program",
+            "descriptor 3 is not open: only pause-sandboxer and the command `start` can launch a \
+             server",
         )
     })?;
     #[cfg(target_env = "gnu")]

@@ -35,8 +35,8 @@ With either handler containerd makes a pod's lease and its network namespace bef
 handler, and forgets them if it is killed before it has recorded the namespace.
 
 Repeat it with `make compare`, as root on a Debian 12 machine with Go: it takes hours. `make compare
-PODS=500` has fewer pods in the churn, and `COMPARE=2.4.2` measures one release of containerd. An
-interrupted run leaves this page as it is. `tests/compare/` has the events.
+PODS=500` has fewer pods in the churn. With `COMPARE=2.4.2` the page has this release of containerd
+only. An interrupted run leaves this page as it is. `tests/compare/` has the events.
 ";
 
 impl Section {
@@ -109,11 +109,11 @@ fn churn(version: &str, builtin: &Churn, ours: &Churn) -> String {
     let pods = builtin.pods;
     let mut text = format!(
         "\n### {pods} pods in a churn, containerd {version}\nFour at a time, each with a network \
-         namespace and one container, which runs for 0.2 s. After each sixth\npod containerd, a \
-         random shim, the sandboxer (not with the built-in) or a random shim is killed, and\na \
-         writer syncs each MiB all the time. Both handlers run at the same time. Calls are repeated for 120 s. What is left is counted \
-         when nothing\nis left, or {} s after the last pod.\n\n| | built-in | this sandboxer |\n\
-         |---|---|---|\n",
+         namespace and one container, which runs for 0.2 s. After\neach sixth pod one of these is \
+         killed, in turn: containerd, a random shim, the sandboxer (not with\nthe built-in), a \
+         random shim. A writer syncs each MiB all the time. Calls are repeated for 120 s.\nWhat \
+         is left is counted when nothing is left, or {} s after the last pod.\n\n\
+         | | built-in | this sandboxer |\n|---|---|---|\n",
         crate::events::COLLECT.as_secs()
     );
     let [a, b] = [builtin, ours].map(|churn| churn.kills);

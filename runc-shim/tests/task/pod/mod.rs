@@ -1,5 +1,5 @@
-//! A pod's shim as the daemon starts it, or with `SHIM_OF_START` as the command `start`, with a real runc, and a stand-in of containerd that takes
-//! its events.
+//! A pod's shim, with a real runc, and a stand-in of containerd that takes its events. The shim is
+//! launched as the daemon does it, or with `SHIM_OF_START` as the command `start` does it.
 
 mod container;
 mod containerd;
