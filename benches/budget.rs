@@ -1,6 +1,6 @@
 //! What an operator budgets for pods: the memory of everything that serves them at several numbers
 //! of pods, the processor time while nothing happens, and how long pods take to start, with both
-//! controllers counted alike: `make budget`. `docs/performance.md` has the table.
+//! controllers counted alike: `make budget`, which writes the tables to `target/bench/budget.md`.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
