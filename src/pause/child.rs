@@ -224,8 +224,8 @@ fn enter(work: &PauseWork<'_>) -> Result<Option<OwnedFd>, Errno> {
     Ok(sysfs)
 }
 
-/// Mounts the network's sysfs, writable, at no place. A network has one, and its first mount decides
-/// whether any mount of it can be written: that of an unprivileged container cannot.
+/// Mounts the network's sysfs, writable, at no place. A network has one, and its first mount
+/// decides whether any mount of it can be written: that of an unprivileged container cannot.
 fn mount_sysfs() -> Result<OwnedFd, Errno> {
     let sysfs = fsopen(c"sysfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     fsconfig_create(sysfs.as_fd())?;
