@@ -123,8 +123,8 @@ const RELATIVE: &str = "runc takes it from the cgroup of the shim, where CRI's o
     not find it; ours is where CRI looks";
 const PLAIN_SLICE: &str = "runc makes one directory of slice, prefix and name, outside of the \
     parent; ours is below it, where CRI and kubelet look";
-const MADE_PARENT: &str = "whoever starts the pod makes the missing parent of its cgroup, and \
-    leaves it: the parent is kubelet's, which makes and removes it";
+const MADE_PARENT: &str = "the program that starts the pod makes the missing parent of its cgroup, \
+    and leaves it: the parent is kubelet's, which makes and removes it";
 const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
 const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
 
