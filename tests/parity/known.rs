@@ -283,7 +283,7 @@ const KNOWN: &[Known] = &[
         .on(&[On::V2, On::Directories]),
     known(
         "an annotation with the size of /dev/shm",
-        "container: /dev/shm",
+        "container: *dev/shm",
         "*size=65536k*",
         "*size=32768k*",
         "the annotation is this sandboxer's own",
