@@ -96,6 +96,8 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
              server",
         )
     })?;
+    let has_start = !arguments.socket.is_empty();
+    let lock = has_start.then(|| sys::inherited(start::LOCK)).flatten();
     #[cfg(target_env = "gnu")]
     sys::save_memory();
     sys::close_rest_on_exec();
@@ -117,8 +119,8 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
         file if file.is_empty() => (None, arguments.id),
         file => (Some(PathBuf::from(file)), String::new()),
     };
-    if let Some(file) = file.as_ref().filter(|_| !start::is_known()) {
-        return std::fs::remove_file(file).context("remove socket");
+    if file.as_ref().is_some_and(|file| !start::is_known(file, lock)) {
+        return Ok(());
     }
     let listener = Listener { socket, file };
     shim::Shim::new(listener, signals, arguments.namespace, sandbox, address)?.run()

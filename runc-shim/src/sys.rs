@@ -29,8 +29,22 @@ pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
     // SAFETY: fcntl with F_SETFD takes no pointer.
     let known = unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
     // SAFETY: the descriptor is open and has no other owner: `serve` and `helper::input` take over
-    // one number each, once, before anything else opens a file.
+    // numbers of their own, each once, before anything else opens a file.
     known.then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Locks one byte of a file until each copy of the descriptor is closed, also those of other
+/// processes (open file description lock, fcntl_locking(2)). Waits for it.
+pub fn lock_byte(file: BorrowedFd<'_>, offset: i64) -> io::Result<()> {
+    let lock = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: offset,
+        l_len: 1,
+        l_pid: 0,
+    };
+    // SAFETY: the kernel reads the structure during the call.
+    done(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLKW, &raw const lock) })
 }
 
 /// Blocks these signals and returns a signalfd for them. Resets their dispositions, because this

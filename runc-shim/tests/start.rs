@@ -3,10 +3,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::fs;
-use std::io::{Read as _, Write as _};
+use std::io::{PipeReader, Read as _, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::TaskClient;
@@ -213,6 +214,59 @@ fn a_server_that_containerd_does_not_know_ends() {
     assert!(!output.status.success(), "{output:?}");
     eventually("the server ends", || group.servers().is_empty());
     assert_eq!(group.files(), [""; 0]);
+}
+
+/// A `start` that cannot print the address of the server that it has launched.
+fn unprinted(group: &Group) -> (Child, PipeReader) {
+    let (read, write) = std::io::pipe().unwrap();
+    rustix::io::ioctl_fionbio(&write, true).unwrap();
+    while rustix::io::write(&write, &[0; 4096]).is_ok() {}
+    rustix::io::ioctl_fionbio(&write, false).unwrap();
+    let mut child = group.command("c0", "start").stdout(Stdio::from(write)).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(&group.params("c0")).unwrap();
+    eventually("the server starts", || !group.servers().is_empty());
+    (child, read)
+}
+
+#[test]
+fn the_socket_of_a_server_that_died_before_it_was_known_goes() {
+    let group = Group::new();
+    let (child, mut printed) = unprinted(&group);
+    signal(group.server().pid, rustix::process::Signal::KILL);
+    eventually("the server ends", || group.servers().is_empty());
+    let reader = std::thread::spawn(move || printed.read_to_end(&mut Vec::new()));
+    let output = child.wait_with_output().unwrap();
+    assert!(!output.status.success(), "{output:?}");
+    reader.join().unwrap().unwrap();
+    assert_eq!(group.files(), [""; 0]);
+}
+
+#[test]
+fn a_start_that_hangs_blocks_its_own_group_only_and_has_no_part_in_the_next() {
+    let group = Group::new();
+    let (mut hung, _printed) = unprinted(&group);
+    let mut other = group.command("other", "start");
+    fs::write(group.dir.path().join("other/config.json"), "{}").unwrap();
+    let mut other = other.spawn().unwrap();
+    other.stdin.take().unwrap().write_all(&group.params("other")).unwrap();
+    assert!(other.wait_with_output().unwrap().status.success());
+
+    let mut next = group.command("c1", "start").spawn().unwrap();
+    next.stdin.take().unwrap().write_all(&group.params("c1")).unwrap();
+    let lock = group.sockets().join("pause-sandboxer-runc-shim.lock");
+    let inode = format!(":{} ", fs::metadata(lock).unwrap().ino());
+    let waits = |line: &str| line.contains("->") && line.contains(&inode);
+    eventually("the next waits or ends", || {
+        let locks = fs::read_to_string("/proc/locks").unwrap();
+        locks.lines().any(waits) || next.try_wait().unwrap().is_some()
+    });
+    hung.kill().unwrap();
+    hung.wait().unwrap();
+    let output = next.wait_with_output().unwrap();
+    let address = BootstrapResult::parse_from_bytes(&output.stdout).unwrap().address;
+    let mut request = ConnectRequest::new();
+    request.id = "none".to_owned();
+    client(&address).connect(within(), &request).unwrap();
 }
 
 #[test]

@@ -27,6 +27,9 @@ use crate::sys;
 /// The descriptor of the server's listening socket.
 pub const SOCKET: i32 = 3;
 
+/// The descriptor of the server with the lock of its socket, until it is known.
+pub const LOCK: i32 = 4;
+
 /// Maximum size of the input, bytes; the rest is not read.
 const MAX_INPUT: u64 = 10 << 20;
 
@@ -39,32 +42,44 @@ pub fn start(arguments: &Arguments) -> Result<(), Error> {
     process_key::check_id(&arguments.id)?;
     let asked = Bootstrap::decode(&input()?, &arguments.id, &arguments.namespace)?;
     let group = Config::read(Path::new("")).group.unwrap_or_else(|| arguments.id.clone());
-    let directory = Path::new(&asked.socket_dir);
-    let path = socket::path(directory, &arguments.address, &arguments.namespace, &group);
+    let path = socket::path(
+        Path::new(&asked.socket_dir),
+        &arguments.address,
+        &arguments.namespace,
+        &group,
+    );
     let file = path.to_str().ok_or_else(|| Error::unknown("the socket's path is not UTF-8"))?;
     let address = format!("unix://{file}");
     // Before there is a socket, because `delete` finds it by this file. containerd 1.7 reads the
     // file when it restarts, and a later one reads it if it was killed during this call.
     std::fs::write(socket::ADDRESS_FILE, &address).context("write file address")?;
     let answer = asked.answer(address)?;
-    let lock = socket::lock(directory)?;
-    let claimed = socket::claim(&path)?;
-    // A launch takes long on a busy node, and the starts of other groups must not wait for it.
-    drop(lock);
-    let Some(listener) = claimed else { return print(&answer) };
+    // The server has the lock, too, until it is known: others do not print the address before.
+    let lock = socket::lock(&path)?;
+    let Some(listener) = socket::claim(&path)? else {
+        drop(lock);
+        return print(&answer);
+    };
     let launched = placement::enter(&asked.options)
-        .and_then(|()| launch(arguments, file, &asked.events, &listener));
+        .and_then(|()| launch(arguments, file, &asked.events, &listener, &lock));
     // Here and in the server it is removed before the listener is closed, so it is not that of
     // another call.
     let server = launched.inspect_err(|_| drop(std::fs::remove_file(&path)))?;
     print(&answer)?;
-    rustix::io::write(server, b"1").map(drop).context("tell the server")
+    let told = rustix::io::write(server, b"1").map(drop).context("tell the server");
+    // It has died.
+    told.inspect_err(|_| drop(std::fs::remove_file(&path)))
 }
 
 /// Waits, in the server, until `start` has printed the address. False: it was killed before, or
-/// containerd has gone, so containerd does not know this server.
-pub fn is_known() -> bool {
-    rustix::io::read(rustix::stdio::stdin(), &mut [0; 1]) == Ok(1)
+/// containerd has gone, so containerd does not know this server; its socket is removed.
+pub fn is_known(socket: &Path, lock: Option<OwnedFd>) -> bool {
+    let known = rustix::io::read(rustix::stdio::stdin(), &mut [0; 1]) == Ok(1);
+    if !known {
+        let _ = std::fs::remove_file(socket);
+    }
+    drop(lock);
+    known
 }
 
 /// The input, of which containerd closes the end.
@@ -86,6 +101,7 @@ fn launch(
     file: &str,
     events: &str,
     listener: &OwnedFd,
+    lock: &OwnedFd,
 ) -> Result<OwnedFd, Error> {
     let words = [
         env!("CARGO_PKG_NAME"),
@@ -118,6 +134,7 @@ fn launch(
             (null.as_fd(), 1),
             (log.as_fd(), 2),
             (listener.as_fd(), SOCKET),
+            (lock.as_fd(), LOCK),
         ],
         dies_with_parent: false,
         own_group: true,

@@ -1,23 +1,24 @@
-//! The socket of a group's server. A lock makes `start` and `delete` of one directory of sockets
-//! take turns, so that a group has one server, and none removes the socket of another.
+//! The socket of a group's server. A lock makes `start` and `delete` of one group take turns, so
+//! that it has one server, and none removes the socket of another.
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use sha2::{Digest as _, Sha256};
 
 use crate::error::{Context as _, Error};
+use crate::sys;
 
 /// The file of a bundle with the address of the server that `start` has found or launched.
 pub const ADDRESS_FILE: &str = "address";
 
-/// The lock of a directory of sockets.
+/// The file in a directory of sockets with the locks of all groups, a byte for each.
 const LOCK: &str = "pause-sandboxer-runc-shim.lock";
 
 /// Callers that may wait in the queue of the socket.
@@ -30,17 +31,18 @@ pub fn path(directory: &Path, containerd: &str, namespace: &str, group: &str) ->
     directory.join(name)
 }
 
-/// Locks a directory of sockets until the returned file is closed. Makes the directory if there is
-/// none.
+/// Locks the socket at this path until all copies of the returned descriptor are closed. Makes its
+/// directory if there is none.
 ///
 /// # Errors
 /// The directory or the lock cannot be made or opened.
-pub fn lock(directory: &Path) -> Result<File, Error> {
+pub fn lock(socket: &Path) -> Result<OwnedFd, Error> {
+    let directory = socket.parent().unwrap_or(socket);
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
     made.context(format_args!("make {}", directory.display()))?;
     let path = directory.join(LOCK);
     let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = fs::OpenOptions::new()
+    let file: File = fs::OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(false)
@@ -48,12 +50,14 @@ pub fn lock(directory: &Path) -> Result<File, Error> {
         .custom_flags(flags.bits().cast_signed())
         .open(&path)
         .context(format_args!("open {}", path.display()))?;
-    rustix::fs::flock(&file, FlockOperation::LockExclusive)
-        .context(format_args!("lock {}", path.display()))?;
-    Ok(file)
+    // Two groups with the same byte only wait for each other.
+    let digest = Sha256::digest(socket.as_os_str().as_encoded_bytes());
+    let byte = digest.iter().take(7).fold(0, |sum, byte| (sum << 8) | i64::from(*byte));
+    sys::lock_byte(file.as_fd(), byte).context(format_args!("lock {}", path.display()))?;
+    Ok(file.into())
 }
 
-/// A listening socket at this path; `None`: a server answers there. The directory must be locked.
+/// A listening socket at this path; `None`: a server answers there. It must be locked.
 ///
 /// # Errors
 /// The failed step.
@@ -82,14 +86,12 @@ pub fn claim(path: &Path) -> Result<Option<OwnedFd>, Error> {
 pub fn remove_dead(bundle: &Path) -> Result<(), Error> {
     let Ok(address) = fs::read_to_string(bundle.join(ADDRESS_FILE)) else { return Ok(()) };
     let path = address.strip_prefix("unix://").map(Path::new).filter(|path| path.is_absolute());
-    let Some((path, directory)) = path.and_then(|path| Some((path, path.parent()?))) else {
-        return Ok(());
-    };
+    let Some(path) = path else { return Ok(()) };
     // Mostly the server runs: then `delete` does not wait for the lock.
     if !path.exists() || answers(path)? {
         return Ok(());
     }
-    let _lock = lock(directory)?;
+    let _lock = lock(path)?;
     if answers(path)? { Ok(()) } else { remove(path) }
 }
 
@@ -139,7 +141,7 @@ mod tests {
         let path = sockets.join("group");
         fs::write(bundle.join(ADDRESS_FILE), format!("unix://{}", path.display())).unwrap();
         remove_dead(&bundle).unwrap();
-        drop(lock(&sockets).unwrap());
+        drop(lock(&path).unwrap());
         let live = claim(&path).unwrap().unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(fs::metadata(&sockets).unwrap().permissions().mode() & 0o777, 0o700);
