@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 use crate::chart;
 use crate::concurrency;
 use crate::samples::Samples;
-use crate::setup::{self, BUILTIN, OURS, Setup, Target};
+use crate::setup::{BUILTIN, OURS, Setup, Target};
 
 /// Numbers of live pods.
 const LEVELS: [usize; 7] = [0, 10, 30, 110, 250, 500, 1000];
@@ -74,15 +74,8 @@ impl Row {
 pub(crate) async fn measure(most: usize) -> Result<()> {
     ensure!(most >= NODE, "at least {NODE} pods");
     let (mut rows, mut times) = (Vec::new(), Vec::new());
-    for (target, with_container, most) in [
-        (Target::named(BUILTIN), false, most),
-        (Target::named(OURS), false, most),
-        (Target::named(BUILTIN), true, most),
-        (Target::named(OURS), true, most),
-        (Target::named(setup::BUILTIN_CRUN), true, NODE),
-        (Target::named(setup::OURS_CRUN), true, NODE),
-    ] {
-        let kind = Kind { target, with_container };
+    for (name, with_container) in [(BUILTIN, false), (OURS, false), (BUILTIN, true), (OURS, true)] {
+        let kind = Kind { target: Target::named(name), with_container };
         let (more, took) = kind.measure(most).await.with_context(|| kind.target.name)?;
         eprintln!("{} {}: measured", kind.target.name, pods_of(with_container));
         rows.extend(more);
@@ -260,8 +253,6 @@ fn is_shim(process: &processes::Proc) -> bool {
 fn name(target: &str) -> &str {
     match target {
         BUILTIN => "built-in",
-        setup::BUILTIN_CRUN => "built-in, crun",
-        setup::OURS_CRUN => "ours, crun",
         other => other,
     }
 }

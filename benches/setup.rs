@@ -25,9 +25,6 @@ const RUST_SHIM: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/target/tools/bin/containerd-shim-runc-v2-rs");
 /// This project's with its native driver.
 pub(crate) const OURS: &str = "ours";
-/// Both with crun in place of runc.
-pub(crate) const BUILTIN_CRUN: &str = "builtin_crun";
-pub(crate) const OURS_CRUN: &str = "ours_crun";
 /// A sandboxer that does nothing.
 pub(crate) const FLOOR: &str = "floor";
 
@@ -69,11 +66,7 @@ impl Target {
 
     /// The name of the controller in containerd.
     pub(crate) fn sandboxer(&self) -> &'static str {
-        match self.name {
-            BUILTIN | BUILTIN_CRUN => "podsandbox",
-            OURS_CRUN => OURS,
-            other => other,
-        }
+        if self.name == BUILTIN { "podsandbox" } else { self.name }
     }
 }
 
@@ -93,7 +86,7 @@ impl Setup {
     pub(crate) async fn new() -> Result<Self> {
         let names: Vec<&'static str> =
             DAEMONS.iter().map(|(name, _)| *name).chain([FLOOR]).collect();
-        let handlers = names.iter().map(|name| handler(name)).chain(other_handlers());
+        let handlers = names.iter().map(|name| handler(name)).chain([rust_shim_handler()]);
         let containerd_config = handlers.collect();
         let node =
             Node::start(Options { containerd_config, lean: true, ..Options::default() }).await?;
@@ -182,14 +175,9 @@ impl Setup {
     }
 }
 
-/// containerd's config of the handlers that have no daemon of their own.
-fn other_handlers() -> [String; 3] {
-    let crun = "BinaryName = \"crun\"";
-    [
-        runtime(BUILTIN_RUST_SHIM, &format!("runtime_path = \"{RUST_SHIM}\""), ""),
-        runtime(BUILTIN_CRUN, "", crun),
-        runtime(OURS_CRUN, &format!("sandboxer = \"{OURS}\""), crun),
-    ]
+/// containerd's config of the handler of [`BUILTIN_RUST_SHIM`].
+fn rust_shim_handler() -> String {
+    runtime(BUILTIN_RUST_SHIM, &format!("runtime_path = \"{RUST_SHIM}\""))
 }
 
 /// containerd's config of one more handler and its sandboxer.
@@ -201,11 +189,11 @@ type = "sandbox"
 address = "{{top}}/{name}.sock"
 "#
     );
-    plugin + &runtime(name, &format!("sandboxer = \"{name}\""), "")
+    plugin + &runtime(name, &format!("sandboxer = \"{name}\""))
 }
 
-/// containerd's config of a handler for runc, with one more setting and one more option.
-fn runtime(name: &str, setting: &str, option: &str) -> String {
+/// containerd's config of a handler for runc, with one more setting.
+fn runtime(name: &str, setting: &str) -> String {
     let table =
         format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
     format!(
@@ -217,7 +205,6 @@ cni_conf_dir = "{{top}}/cni/conf"
 
 [{table}.options]
 Root = "{{top}}/runc"
-{option}
 "#
     )
 }
