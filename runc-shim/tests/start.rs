@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::TaskClient;
-use containerd_shim_protos::api::{ConnectRequest, DeleteResponse, ShutdownRequest};
+use containerd_shim_protos::api::{ConnectRequest, DeleteResponse, ShutdownRequest, StateRequest};
 use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, Extension};
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use containerd_shim_protos::protobuf::{Message as _, MessageField};
@@ -164,6 +164,12 @@ fn a_hundred_starts_of_a_group_at_once_have_one_server() {
     }
 }
 
+/// Waits until a server answers: before it has blocked them, signals end it at once.
+fn has_begun(address: &str) {
+    let unknown = client(address).state(within(), &StateRequest::new());
+    assert!(matches!(unknown, Err(ttrpc::Error::RpcStatus(_))), "{unknown:?}");
+}
+
 #[test]
 fn the_last_socket_goes_with_its_server() {
     let group = Group::new();
@@ -174,7 +180,7 @@ fn the_last_socket_goes_with_its_server() {
     assert_eq!(group.files(), [""; 0]);
 
     // After a signal, the next `start` has another server.
-    group.start(1);
+    has_begun(&group.start(1)[0]);
     let first = group.server().pid;
     signal(first, rustix::process::Signal::TERM);
     eventually("the socket goes", || group.files().is_empty());
@@ -282,7 +288,7 @@ fn a_server_has_its_own_place_on_the_node() {
     assert!(Command::new("mkfifo").arg(bundle.join("log")).status().unwrap().success());
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::NONBLOCK;
     let log = rustix::fs::open(bundle.join("log"), flags, rustix::fs::Mode::empty()).unwrap();
-    group.start(1);
+    has_begun(&group.start(1)[0]);
     let server = group.server();
     let joined = |line: &str| line.ends_with(&format!(":{cgroup}"));
     assert!(server.cgroups.lines().any(joined), "{}", server.cgroups);

@@ -125,6 +125,9 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
             "fifo",
             "interface",
             "CNI result",
+            "task",
+            "container",
+            "snapshot",
         ],
         "containerd kills runc, or the start of a shim, when its caller gives up; what they have \
          made so far stays",

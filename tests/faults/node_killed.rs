@@ -185,7 +185,7 @@ async fn follow(pod: &Pod, part: Part, tracer: &Tracer) -> Result<()> {
             return Ok(());
         }
         match part {
-            Part::Container => task(pod, true).await,
+            Part::Container => task(pod, has_record()).await,
             Part::Stop => stopped(pod).await,
             Part::Remove => {
                 let left = records(pod).await?;
@@ -218,17 +218,26 @@ async fn runs_again(pod: &Pod) -> Result<()> {
 }
 
 async fn has_task(pod: &Pod) -> Result<()> {
-    until("the sandbox's task", SOON, async || task(pod, true).await).await
+    until("the sandbox's task", SOON, async || task(pod, has_record()).await).await
+}
+
+/// Whether containerd has a record of the sandbox with a task: not with the runtime's shim.
+fn has_record() -> bool {
+    kit::shim::setting() == "own"
 }
 
 async fn has_stopped(pod: &Pod) -> Result<()> {
-    until("neither shim nor task", SOON, async || stopped(pod).await).await
+    until("neither shim nor its record nor task", SOON, async || stopped(pod).await).await
 }
 
 async fn stopped(pod: &Pod) -> Result<()> {
     let named = format!("-id {} ", pod.id());
     let shim = processes::all()?.into_iter().find(|process| process.command.contains(&named));
     ensure!(shim.is_none(), "{shim:?}");
+    // Its record goes after it.
+    let state = pod.node().layout().sandboxer_state();
+    let record = state.join("sandboxes").join(pod.id()).join("shim/shim.json");
+    ensure!(!record.exists(), "{} is there", record.display());
     task(pod, false).await
 }
 

@@ -1,10 +1,12 @@
 //! Leftovers of pods on the machine.
 
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
 use super::Node;
+use crate::config::NAMESPACE;
 use crate::cri::api;
 use crate::patient;
 use crate::records;
@@ -75,19 +77,37 @@ impl Node {
         }
     }
 
-    /// Removes what was left: pods by containerd, everything else by force.
+    /// Removes what was left: pods and records by containerd, everything else by force.
     ///
     /// # Errors
-    /// Names what could not be removed.
+    /// Names what could not be removed. A record that cannot be removed is still seen afterwards.
     pub async fn remove_left(&self, left: &[Thing]) -> Result<()> {
         for thing in left {
-            if let Thing::Pod(id, _) = thing {
-                let stopped = self.cri.stop_pod_sandbox(id).await;
-                stopped
-                    .and(self.cri.remove_pod_sandbox(id).await)
-                    .with_context(|| thing.to_string())?;
+            match thing {
+                Thing::Pod(id, _) => {
+                    let stopped = self.cri.stop_pod_sandbox(id).await;
+                    stopped
+                        .and(self.cri.remove_pod_sandbox(id).await)
+                        .with_context(|| thing.to_string())?;
+                }
+                Thing::Record(id, kind) => self.remove_record(id, kind)?,
+                _ => {}
             }
         }
         teardown::remove(left)
+    }
+
+    /// Removes a record, which may have gone with another one.
+    fn remove_record(&self, id: &str, kind: &str) -> Result<()> {
+        let words: &[&str] = match kind {
+            "task" => &["tasks", "delete", "--force"],
+            "container" => &["containers", "delete"],
+            "sandbox" => &["sandboxes", "remove", "--force"],
+            "lease" => &["leases", "delete"],
+            _ => &["snapshots", "--snapshotter", self.snapshotter()?, "remove"],
+        };
+        let mut ctr = Command::new(self.parts().program("ctr"));
+        ctr.arg("--address").arg(self.layout.containerd_socket()).args(["-n", NAMESPACE]);
+        ctr.args(words).arg(id).output().context("run ctr").map(drop)
     }
 }
