@@ -250,6 +250,13 @@ const KNOWN: &[Known] = &[
     ),
     known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", PAUSE_USER),
     known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE),
+    known(
+        "*privileged",
+        "pause: open files",
+        "3",
+        "1",
+        "our pause holds the network's sysfs, so that a privileged container can write to it",
+    ),
     known("*", "pause: open files", "3", "0", "our pause reads and writes nothing"),
     known("*", "pause: limit of open files", "*", "*", "our pause opens no file"),
     known(
