@@ -66,9 +66,9 @@ pub fn start(arguments: &Arguments) -> Result<(), Error> {
     // another call.
     let server = launched.inspect_err(|_| drop(std::fs::remove_file(&path)))?;
     print(&answer)?;
-    let told = rustix::io::write(server, b"1").map(drop).context("tell the server");
+    let sent = rustix::io::write(server, b"1").map(drop).context("write to the server");
     // It has died.
-    told.inspect_err(|_| drop(std::fs::remove_file(&path)))
+    sent.inspect_err(|_| drop(std::fs::remove_file(&path)))
 }
 
 /// Waits, in the server, until `start` has printed the address. False: it was killed before, or
