@@ -102,7 +102,7 @@ impl FromStr for Variable {
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ContainerLimit {
-    /// The resource, as in [`LIMITS`].
+    /// The resource, as in `LIMITS`.
     pub name: String,
     /// The soft limit.
     pub soft: Option<u64>,
