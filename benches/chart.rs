@@ -6,8 +6,8 @@ use crate::budget::{NODE, Row};
 use crate::setup::{BUILTIN, OURS};
 
 /// The drawing, and its margins at the left, right, top and bottom.
-const SIZE: (f64, f64) = (760.0, 380.0);
-const MARGINS: (f64, f64, f64, f64) = (70.0, 190.0, 50.0, 50.0);
+const SIZE: (f64, f64) = (800.0, 380.0);
+const MARGINS: (f64, f64, f64, f64) = (70.0, 230.0, 50.0, 50.0);
 
 /// Colours by class, for pages of either kind.
 const STYLE: &str = "
