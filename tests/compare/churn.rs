@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result};
 use kit::cri::api::{ContainerState, PodSandboxFilter};
 use kit::grpc::NOT_FOUND;
 use kit::machine::cgroup;
-use kit::{Container, ContainerSpec, Handler, Left, Node, Pod, PodSpec};
+use kit::{Container, ContainerSpec, Dice, Handler, Left, Node, Pod, PodSpec};
 use nix::sys::signal::Signal;
 use tokio::task::JoinSet;
 
@@ -280,17 +280,5 @@ async fn sweep(node: &Node) {
     for pod in node.cri().list_pod_sandbox(PodSandboxFilter::new()).await.unwrap_or_default() {
         let _ = node.cri().stop_pod_sandbox(&pod.id).await;
         let _ = node.cri().remove_pod_sandbox(&pod.id).await;
-    }
-}
-
-/// xorshift64*: small, and the same everywhere for the same seed.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % bound
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use kit::cri::api;
-use kit::{ContainerSpec, Handler, Node, Pod, PodSpec, until};
+use kit::{ContainerSpec, Dice, Handler, Node, Pod, PodSpec, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -27,18 +27,6 @@ pub(crate) fn cases() -> Vec<Case> {
 
 fn seconds() -> u64 {
     std::env::var("SOAK_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(SECONDS)
-}
-
-/// xorshift64*: small, and the same everywhere for the same seed.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % bound
-    }
 }
 
 /// Proportional memory that is no file's, in KiB, and open descriptors.

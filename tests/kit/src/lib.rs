@@ -34,6 +34,7 @@ pub mod strace;
 
 mod config;
 mod container;
+mod dice;
 mod events;
 mod forward;
 mod left;
@@ -50,6 +51,7 @@ mod wait;
 
 pub use container::{Container, ContainerSpec};
 pub use cri::Cri;
+pub use dice::Dice;
 pub use events::Events;
 pub use forward::port_forward;
 pub use image::{PAUSE_IMAGE, PROBE, TEST_IMAGE, write_archive as write_images};
