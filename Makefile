@@ -233,7 +233,7 @@ fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 soak: parts ## random churn for 10 minutes, or SOAK_SECONDS; needs root
 	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
 
-test-deb: $(DEB) $(RPM) ## the packages on an emulated node, from installation to removal; needs Go
+test-deb: $(DEB) $(RPM) ## the packages on a node of their own, from installation to removal; needs Go
 	tools=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && CRICTL=$$tools/crictl tests/deb/run-in-vm
 
 test-vm: ## the release's programs on a Debian node with systemd and cgroup v2; needs root and Go

@@ -29,7 +29,7 @@ const SERVICE: &str = "pause-sandboxer.service";
 /// A copy of containerd's config file as it was before the installation.
 const CONFIG_BEFORE: &str = "/root/config.toml";
 
-/// The machine may be an emulated one.
+/// The machine may be a slow one.
 const SOON: Duration = Duration::from_secs(120);
 
 /// The steps of `selftest`, each a row of its table.
@@ -134,7 +134,7 @@ fn selftest() {
     says("Run a test pod");
     let before = quiet(RESOURCES);
     assert!(before.contains(kit::TEST_IMAGE), "the images are not listed:\n{before}");
-    // Its default timeout is that of a machine that is not emulated.
+    // Its default timeout is that of a machine at full speed.
     let table = run("pause-sandboxer selftest --compare --timeout 600");
     let mut rows = table.lines();
     let head: Vec<&str> = rows.next().unwrap_or_default().split_whitespace().collect();

@@ -14,7 +14,7 @@ impl Pods {
     /// Installs crictl.
     pub fn new() -> Self {
         fs::copy("crictl", "/usr/local/bin/crictl").unwrap();
-        // The machine may be an emulated one.
+        // The machine may be a slow one.
         let settings = "runtime-endpoint: unix:///run/containerd/containerd.sock\n\
                         image-endpoint: unix:///run/containerd/containerd.sock\ntimeout: 60\n";
         fs::write("/etc/crictl.yaml", settings).unwrap();
