@@ -6,16 +6,15 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kit::{Handler, Node, TEST_IMAGE, until};
+use kit::{Node, TEST_IMAGE, until};
 use serde_json::{Value, json};
 
-/// Runs a pod with a container by `crictl` and looks at both with it.
-pub(crate) async fn session(program: &Path, node: &Node, handler: Handler) -> Result<()> {
+/// Runs a pod of the handler `name` with a container by `crictl` and looks at both with it.
+pub(crate) async fn session(program: &Path, node: &Node, name: &str) -> Result<()> {
     let crictl = |arguments: &[&str]| crictl(program, node, arguments);
     let top = &node.layout().top;
     let (pod_file, container_file) = (top.join("pod.json"), top.join("container.json"));
-    let logs = top.join(format!("crictl-{}", handler.name()));
-    let name = handler.name();
+    let logs = top.join(format!("crictl-{name}"));
     let pod = json!({
         "metadata": { "name": name, "namespace": "crictl", "uid": name, "attempt": 1 },
         "hostname": "by-crictl",

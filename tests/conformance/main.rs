@@ -1,6 +1,7 @@
 //! `make conformance`: kubelet's own test suite of CRI, critest, with the pods of containerd's
-//! built-in controller and with this sandboxer's. It fails when a case passes with the built-in and
-//! not here, and when fewer cases pass than are known to.
+//! built-in controller, with this sandboxer's, and with those of the built-in controller whose shim
+//! is the own one. It fails when a case passes with the first and not with another, and when fewer
+//! cases pass than are known to.
 //!
 //! usage: conformance [CASE...], each a regular expression
 //!
@@ -16,6 +17,7 @@ mod known;
 mod registry;
 mod suite;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -29,6 +31,8 @@ use nix::sched::{CloneFlags, unshare};
 use serde_json::json;
 use suite::{Critest, Outcome, Outcomes};
 
+/// The handler of the built-in controller with the own shim.
+const ALONE: &str = "runc-small";
 /// Cases at a time: most of their time is waiting.
 const AT_ONCE: usize = 4;
 /// Tries of a case that is known to be flaky with both.
@@ -58,13 +62,15 @@ fn run() -> Result<bool> {
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWIPC).context("unshare")?;
     let up = Command::new("ip").args(["link", "set", "lo", "up"]).status()?;
     ensure!(up.success(), "ip link set lo up: {up}");
-    tokio::runtime::Runtime::new()?.block_on(both(&directory, &focus))
+    tokio::runtime::Runtime::new()?.block_on(all(&directory, &focus))
 }
 
-async fn both(directory: &Path, focus: &[String]) -> Result<bool> {
+async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
+    let sandboxer = PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer"));
     let options = Options {
-        sandboxer: Some(PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer"))),
-        containerd_config: registry::CONTAINERD.to_owned(),
+        containerd_config: registry::CONTAINERD.to_owned()
+            + &alone(&sandboxer.with_file_name(kit::shim::NAME)),
+        sandboxer: Some(sandboxer),
         ..Options::default()
     };
     let node = Node::start(options).await?;
@@ -77,16 +83,16 @@ async fn both(directory: &Path, focus: &[String]) -> Result<bool> {
     };
     let critest = Critest::new(directory.to_owned(), at_once);
     let mut runs = Vec::new();
-    for handler in Handler::ALL {
+    for handler in [Handler::Builtin.name(), Handler::Ours.name(), ALONE] {
         // The first pod makes what stays, such as the bridge.
         crictl::session(&directory.join("crictl"), &node, handler)
             .await
-            .with_context(|| format!("crictl with {}", handler.name()))?;
+            .with_context(|| format!("crictl with {handler}"))?;
         let before = node.snapshot()?;
         let mut outcomes = critest.run(&node, handler, focus).await?;
         again(&critest, &node, handler, &mut outcomes).await?;
         runs.push(outcomes);
-        if handler == Handler::Ours {
+        if handler != Handler::Builtin.name() {
             let left = node.left_since(&before, SETTLE).await?;
             // Those are of critest itself.
             let left: Vec<String> = left
@@ -94,18 +100,28 @@ async fn both(directory: &Path, focus: &[String]) -> Result<bool> {
                 .filter(|thing| !matches!(thing, Thing::Segment(..)))
                 .map(ToString::to_string)
                 .collect();
-            ensure!(left.is_empty(), "left behind:\n  {}", left.join("\n  "));
+            ensure!(left.is_empty(), "{handler}: left behind:\n  {}", left.join("\n  "));
         }
     }
     // Pods without a cgroup parent have made it. Another node's may be in it.
     drop(cgroup::remove(cgroup::WITHOUT_PARENT));
-    let [builtin, ours] = runs.as_slice() else { unreachable!("two handlers") };
+    let [builtin, ours, alone] = runs.as_slice() else { unreachable!("three handlers") };
+    let runs = Runs { builtin, ours, alone };
     let version = node.parts().version();
     // A part of the cases has no floor.
     let floor = if focus.is_empty() { known::floor(&version)? } else { 0 };
-    let fine = compare(builtin, ours, floor);
-    write(&version, directory, builtin, ours)?;
+    let fine = runs.compare(floor);
+    runs.write(&version, directory)?;
     Ok(fine)
+}
+
+/// The handler [`ALONE`], as text of containerd's config.
+fn alone(shim: &Path) -> String {
+    let table = format!("plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.{ALONE}");
+    format!(
+        "\n[{table}]\nruntime_type = \"io.containerd.runc.v2\"\nruntime_path = {shim:?}\n\
+         \n[{table}.options]\nRoot = \"{{top}}/runc\"\n"
+    )
 }
 
 /// A node that maps ports, with a runc that knows idmapped mounts, and with the sandboxer.
@@ -132,7 +148,7 @@ async fn prepare(node: &Arc<Node>) -> Result<()> {
 async fn again(
     critest: &Critest,
     node: &Node,
-    handler: Handler,
+    handler: &str,
     outcomes: &mut Outcomes,
 ) -> Result<()> {
     for attempt in 2..=TRIES {
@@ -146,75 +162,100 @@ async fn again(
         if flaky.is_empty() {
             break;
         }
-        println!("{}: try {attempt} of {}", handler.name(), flaky.join("; "));
+        println!("{handler}: try {attempt} of {}", flaky.join("; "));
         let only: Vec<String> = flaky.iter().map(|case| suite::only(case)).collect();
         outcomes.extend(critest.run(node, handler, &only).await?);
     }
     Ok(())
 }
 
-/// Prints what did not pass with both, and whether this sandboxer passes all that the built-in
-/// passes, and both at least `floor` cases.
-fn compare(builtin: &Outcomes, ours: &Outcomes, floor: usize) -> bool {
-    let none = Outcome::Failed("it did not run".to_owned());
-    let mut regressions = 0;
-    for case in names(builtin, ours) {
-        let theirs = builtin.get(case).unwrap_or(&none);
-        let here = ours.get(case).unwrap_or(&none);
-        if *theirs == Outcome::Passed && *here != Outcome::Passed {
-            regressions += 1;
-            println!("NOT HERE: {case}: {} ({})", here.word(), here.why());
-        } else if *theirs != Outcome::Passed || *here != Outcome::Passed {
-            println!("{case}: built-in {} ({})", theirs.word(), theirs.why());
-            println!("    here {} ({})", here.word(), here.why());
+/// The outcomes by handler.
+struct Runs<'a> {
+    builtin: &'a Outcomes,
+    ours: &'a Outcomes,
+    /// Of [`ALONE`].
+    alone: &'a Outcomes,
+}
+
+impl Runs<'_> {
+    /// Each, with its name in the results and in words.
+    fn each(&self) -> [(&'static str, &'static str, &Outcomes); 3] {
+        [
+            ("builtin", "the built-in controller", self.builtin),
+            ("ours", "this sandboxer", self.ours),
+            ("alone", "the built-in controller and the own shim", self.alone),
+        ]
+    }
+
+    /// Prints what did not pass with all, and whether the other two pass all that the built-in
+    /// controller with containerd's shim passes, and all three at least `floor` cases.
+    fn compare(&self, floor: usize) -> bool {
+        let none = Outcome::Failed("it did not run".to_owned());
+        let mut regressions = 0;
+        for case in self.names() {
+            let theirs = self.builtin.get(case).unwrap_or(&none);
+            for (_, with, outcomes) in self.each() {
+                let here = outcomes.get(case).unwrap_or(&none);
+                if *here != Outcome::Passed {
+                    let is_worse = *theirs == Outcome::Passed;
+                    regressions += usize::from(is_worse);
+                    let mark = if is_worse { "NOT HERE: " } else { "" };
+                    println!("{mark}{case}: {} with {with} ({})", here.word(), here.why());
+                }
+            }
         }
+        let passed = |outcomes: &Outcomes| {
+            outcomes.values().filter(|outcome| **outcome == Outcome::Passed).count()
+        };
+        let counts = self.each().map(|(_, with, outcomes)| (with, passed(outcomes)));
+        for (with, count) in counts {
+            println!("conformance: {count} cases passed with {with}");
+        }
+        println!(
+            "conformance: {regressions} passed with the built-in controller and not with another"
+        );
+        let few = counts.iter().any(|(_, count)| *count < floor);
+        if few {
+            println!("conformance: {floor} cases pass with each on this release of containerd");
+        }
+        regressions == 0 && !few
     }
-    let passed = |outcomes: &Outcomes| outcomes.values().filter(|o| **o == Outcome::Passed).count();
-    println!(
-        "conformance: {} cases passed with the built-in controller, {} with this sandboxer; \
-         {regressions} with the built-in alone",
-        passed(builtin),
-        passed(ours)
-    );
-    let few = passed(builtin).min(passed(ours)) < floor;
-    if few {
-        println!("conformance: {floor} cases pass with each of them on this release of containerd");
+
+    /// All cases.
+    fn names(&self) -> BTreeSet<&String> {
+        self.each().into_iter().flat_map(|(_, _, outcomes)| outcomes.keys()).collect()
     }
-    regressions == 0 && !few
-}
 
-/// All cases of both runs.
-fn names<'a>(builtin: &'a Outcomes, ours: &'a Outcomes) -> Vec<&'a String> {
-    let mut names: Vec<&String> = builtin.keys().chain(ours.keys()).collect();
-    names.sort();
-    names.dedup();
-    names
-}
-
-/// Writes the outcomes where the generator of the documents finds them.
-fn write(version: &str, directory: &Path, builtin: &Outcomes, ours: &Outcomes) -> Result<()> {
-    let Some(results) = std::env::var_os("RESULTS_DIR").map(PathBuf::from) else { return Ok(()) };
-    let critest = fs::read_to_string(directory.join("complete"))?;
-    let cases: Vec<_> = names(builtin, ours)
-        .into_iter()
-        .map(|case| {
-            let outcome =
-                |outcomes: &Outcomes| outcomes.get(case).map(|o| (o.word(), o.why().to_owned()));
-            json!({ "case": case, "builtin": outcome(builtin), "ours": outcome(ours) })
-        })
-        .collect();
-    let date = Command::new("date").args(["-u", "+%F"]).output()?.stdout;
-    let date = String::from_utf8(date)?.trim().to_owned();
-    let result = json!({
-        "containerd": version,
-        "critest": critest.trim(),
-        "date": date,
-        "cases": cases,
-    });
-    fs::create_dir_all(&results)?;
-    fs::write(
-        results.join(format!("conformance-{version}.json")),
-        serde_json::to_string_pretty(&result)?,
-    )
-    .context("write the results")
+    /// Writes the outcomes to the directory of results.
+    fn write(&self, version: &str, directory: &Path) -> Result<()> {
+        let Some(results) = std::env::var_os("RESULTS_DIR").map(PathBuf::from) else {
+            return Ok(());
+        };
+        let critest = fs::read_to_string(directory.join("complete"))?;
+        let cases: Vec<_> = self
+            .names()
+            .into_iter()
+            .map(|case| {
+                let mut line = json!({ "case": case });
+                for (name, _, outcomes) in self.each() {
+                    line[name] = json!(outcomes.get(case).map(|one| (one.word(), one.why())));
+                }
+                line
+            })
+            .collect();
+        let date = Command::new("date").args(["-u", "+%F"]).output()?.stdout;
+        let date = String::from_utf8(date)?.trim().to_owned();
+        let result = json!({
+            "containerd": version,
+            "critest": critest.trim(),
+            "date": date,
+            "cases": cases,
+        });
+        fs::create_dir_all(&results)?;
+        fs::write(
+            results.join(format!("conformance-{version}.json")),
+            serde_json::to_string_pretty(&result)?,
+        )
+        .context("write the results")
+    }
 }

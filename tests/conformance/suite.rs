@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use kit::{Handler, Node, Process};
+use kit::{Node, Process};
 use serde_json::Value;
 
 use crate::known;
@@ -63,11 +63,11 @@ impl Critest {
     }
 
     /// Runs all cases, or those whose names match one of these regular expressions, with the pods
-    /// of `handler`.
+    /// of the handler with this name.
     pub(crate) async fn run(
         &self,
         node: &Node,
-        handler: Handler,
+        handler: &str,
         focus: &[String],
     ) -> Result<Outcomes> {
         let begun = Instant::now();
@@ -86,7 +86,7 @@ impl Critest {
             .arg("--")
             .arg(format!("-runtime-endpoint={socket}"))
             .arg(format!("-image-endpoint={socket}"))
-            .arg(format!("-runtime-handler={}", handler.name()))
+            .arg(format!("-runtime-handler={handler}"))
             .arg("-config=/dev/null");
         let mut process = Process::spawn(command, &log)?;
         let limit = kit::patient(LIMIT);
@@ -98,10 +98,10 @@ impl Critest {
         let outcomes = parse(&report).with_context(|| tail(&log))?;
         ensure!(!outcomes.is_empty(), "critest ran no case: {}", tail(&log));
         let seconds = begun.elapsed().as_secs();
-        println!("{}: {} cases in {seconds} s", handler.name(), outcomes.len());
+        println!("{handler}: {} cases in {seconds} s", outcomes.len());
         if let Some(logs) = std::env::var_os("CONFORMANCE_LOGS").map(PathBuf::from) {
             fs::create_dir_all(&logs)?;
-            fs::copy(&log, logs.join(format!("{}.log", handler.name())))?;
+            fs::copy(&log, logs.join(format!("{handler}.log")))?;
         }
         Ok(outcomes)
     }
