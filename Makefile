@@ -46,7 +46,7 @@ KUBERNETES := 1.36.4
 COMPARE ?= $(LTS) 2.4.2
 PODS ?= 10000
 # Of critest and crictl, and the releases that `make conformance` runs it on.
-CRI_TOOLS := 1.36.0
+CRI_TOOLS := 1.37.0
 CONFORMANCE ?= $(LTS)
 DEB_BINARY ?= target/release/pause-sandboxer
 DEB_REVISION ?= 1

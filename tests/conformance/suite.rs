@@ -87,6 +87,7 @@ impl Critest {
             .arg(format!("-runtime-endpoint={socket}"))
             .arg(format!("-image-endpoint={socket}"))
             .arg(format!("-runtime-handler={handler}"))
+            .arg(format!("-nri-socket={}", node.layout().nri_socket().display()))
             .arg("-config=/dev/null");
         let mut process = Process::spawn(command, &log)?;
         let limit = kit::patient(LIMIT);
