@@ -26,6 +26,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         an_invalid_value_is_an_invalid_command_line,
         a_file_that_the_running_containerd_does_not_use_is_refused,
         a_managed_file_is_reported,
+        a_config_of_version_2_with_an_import_of_version_3,
         a_pod_of_a_removed_handler_of_another_is_named,
         selftest_names_the_option_for_a_network_that_fails,
     ]
@@ -231,6 +232,30 @@ async fn a_managed_file_is_reported(node: Arc<Node>) -> Result<()> {
     ensure!(said.contains("conf.d/*.toml"), "the import is missing: {said}");
     let again = etc.run(&["enable"]).well()?;
     ensure!(!again.contains("Ansible"), "{again}");
+    Ok(())
+}
+
+/// As the toolkit of a GPU writes it. containerd up to 2.2 then drops the settings of version 2.
+async fn a_config_of_version_2_with_an_import_of_version_3(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 2, "imports = [\"conf.d/*.toml\"]\n").await?;
+    let file = etc.drop_in().with_file_name("99-nvidia.toml");
+    fs::create_dir_all(file.parent().context("no directory")?)?;
+    let handler = "version = 3\n\
+        [plugins.'io.containerd.cri.v1.runtime']\nrestrict_oom_score_adj = true\n\
+        [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.nvidia]\n\
+        runtime_type = 'io.containerd.runc.v2'\n";
+    fs::write(&file, handler)?;
+    let (before, merged) = (etc.files(), etc.dump()?);
+    for words in [&["enable"][..], &["enable", "--default", "--offline"]] {
+        etc.run(words).well()?;
+        let made = etc.handler("runc-pause")?.context("no handler")?;
+        ensure!(made["sandboxer"].as_str() == Some("pause-sandboxer"), "{made}");
+        ensure!(etc.handler("nvidia")?.is_some(), "the other handler is lost");
+        let again = etc.run(words).well()?;
+        ensure!(again.contains("no file needs a change"), "{again}");
+    }
+    etc.run(&["disable"]).well()?;
+    ensure!(etc.files() == before && etc.dump()? == merged, "it is not undone");
     Ok(())
 }
 

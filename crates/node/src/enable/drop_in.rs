@@ -148,13 +148,13 @@ impl DropInSettings<'_> {
         handler
     }
 
-    /// The file, for a config file of this version; `None` is a config file without one.
+    /// The file, with the names of this version; `None` is a config file without one.
     ///
     /// # Errors
     /// It cannot be written as TOML.
     pub(super) fn text(&self, version: Option<i64>) -> Result<String, String> {
-        // The file has no version, so containerd applies that of its own config file. A handler of
-        // another version's name would hide that file's handlers up to 2.2.
+        // The file has no version, so that containerd up to 2.2 reads it as of the version of
+        // another one. A handler of another version's name would hide that file's handlers there.
         let is_2 = version == Some(2);
         let runtime = if is_2 { CRI_OF_2 } else { RUNTIME };
         let (mut table, wanted) = (Table::new(), self.wanted);

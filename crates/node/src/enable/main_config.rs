@@ -55,9 +55,9 @@ impl MainConfig {
         Ok(Self { main: Main { path: named.to_owned(), table }, path, state, text })
     }
 
-    /// Its version; `None`: it has none, or 1.
-    pub(super) fn version(&self) -> Option<i64> {
-        self.main.version()
+    /// The version whose names the drop-in must have; `None`: those of the newest.
+    pub(super) fn version_of_drop_in(&self) -> Option<i64> {
+        self.main.version_of_imports()
     }
 
     /// Where the drop-in is, or has its place.
@@ -181,7 +181,7 @@ impl MainConfig {
         let text = self.text.as_deref().unwrap_or_default();
         let created_of = |version| created(version, &pattern_of(drop_in));
         text.starts_with(CREATED)
-            && self.version().is_some_and(|version| text == created_of(version))
+            && self.main.version().is_some_and(|version| text == created_of(version))
     }
 
     /// Whether the file is `before` with the import.
@@ -349,7 +349,7 @@ mod tests {
 
         fs::remove_file(etc.at("config.toml")).unwrap();
         let drop_in = etc.import();
-        assert_eq!(etc.main().version(), Some(3));
+        assert_eq!(etc.main().main.version(), Some(3));
         etc.undo_import(&drop_in);
         assert!(!etc.at("config.toml").exists());
     }

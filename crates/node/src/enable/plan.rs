@@ -118,7 +118,7 @@ impl HandlerPlan {
         wanted: &Enablement,
         main: &MainConfig,
     ) -> Result<String, EnableError> {
-        self.contents(wanted).text(main.version()).map_err(EnableError::from)
+        self.contents(wanted).text(main.version_of_drop_in()).map_err(EnableError::from)
     }
 
     /// The version of a config file that is created: one that every supported containerd reads,

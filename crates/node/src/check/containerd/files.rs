@@ -45,6 +45,19 @@ impl Main {
         self.table.get("version").and_then(Value::as_integer).filter(|version| *version > 1)
     }
 
+    /// The version whose names containerd reads in an imported file that has none. Beside a file of
+    /// version 2, containerd up to 2.2 takes the last version that it reads; later releases convert
+    /// each file alone, and read the names of version 3 beside any (`LoadConfig` of containerd).
+    pub(crate) fn version_of_imports(&self) -> Option<i64> {
+        let own = self.version();
+        if own != Some(2) {
+            return own;
+        }
+        let files = self.imports().flat_map(|path| imported(&path));
+        let versions = files.filter_map(|path| Self::read(&path).ok()?.version());
+        versions.last().or(own)
+    }
+
     /// Its imports, as paths whose last part may be a pattern.
     pub(crate) fn imports(&self) -> impl Iterator<Item = PathBuf> {
         let imports = self.table.get("imports").and_then(Value::as_array).into_iter().flatten();
@@ -203,6 +216,23 @@ mod tests {
             let unread = files(version, CRI_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
             assert!(unread.advice.contains(RUNTIME), "{unread}");
         }
+    }
+
+    #[test]
+    fn a_file_without_a_version_has_that_of_the_last_file_that_has_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        let version = |own: &str| {
+            let mut main = main(&format!("{own}\nimports = ['*.toml']"));
+            main.path = dir.path().join("c");
+            main.version_of_imports()
+        };
+        write("5.toml", "");
+        assert_eq!([version(""), version("version = 2")], [None, Some(2)]);
+        write("4.toml", "version = 3");
+        assert_eq!([version("version = 2"), version("version = 4")], [Some(3), Some(4)]);
+        write("6.toml", "version = 2");
+        assert_eq!([version("version = 2"), version("version = 3")], [Some(2), Some(3)]);
     }
 
     #[test]
