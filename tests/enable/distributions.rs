@@ -19,7 +19,7 @@ use toml::{Table, Value};
 
 mod table;
 
-use table::{ALL, DEFAULT, DOCKER, Distribution, Set};
+use table::{ALL, DEFAULT, DOCKER, Distribution};
 
 use crate::etc::{Ran, of_version, restarted};
 use crate::run_on_node;
@@ -199,15 +199,7 @@ impl NodeOf<'_> {
         command.args(["-c", script]).arg(cgroup).arg(containerd.get_program());
         command.args(containerd.get_args());
         command.envs(containerd.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        if self.distribution.set != Set::Default {
-            command.arg("--config").arg(self.distribution.config);
-        }
-        if self.distribution.set == Set::Options {
-            let names = ["--root", "--state", "--address"];
-            for (name, path) in names.into_iter().zip(self.distribution.paths) {
-                command.arg(format!("{name}={path}"));
-            }
-        }
+        command.args(self.distribution.arguments);
         let started = self.node.start_containerd_as(command);
         if head != DOCKER {
             return started.await;
@@ -232,7 +224,9 @@ impl NodeOf<'_> {
         for key in ["root", "state", "grpc"] {
             table.remove(key);
         }
-        if self.distribution.set == Set::File {
+        let is_address = |argument: &&str| argument.ends_with(address);
+        if self.distribution.paths != DEFAULT && !self.distribution.arguments.iter().any(is_address)
+        {
             let text = format!("root = '{root}'\nstate = '{state}'\ngrpc.address = '{address}'");
             table.extend(text.parse::<Table>()?);
         }
