@@ -96,11 +96,13 @@ impl Controller {
         &self.environment.telemetry
     }
 
-    /// The state of every sandbox.
+    /// The state of every sandbox. Blocks: reads `/proc`.
     pub fn census(&self) -> Census {
+        let live = self.live();
         let lines: Vec<SandboxSummary> =
-            self.live().iter().map(|sandbox| sandbox.summary(false)).collect();
+            live.iter().map(|sandbox| sandbox.summary(false)).collect();
         Census {
+            shim_memory: live.iter().filter_map(|sandbox| sandbox.shim_memory()).sum(),
             cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),
             sandboxes: lines.iter().map(|line| line.state).collect(),
             states: Phase::ALL.iter().map(|phase| phase.name()).collect(),

@@ -80,6 +80,8 @@ metrics! {
         cleanup_failures: Counter = "cleanup_failures";
         /// Sandboxes whose last cleanup failed
         cleanups_pending: Gauge = "cleanups_pending";
+        /// Anonymous memory of the shims of all pods
+        shim_memory: Gauge = "shim_memory" [Bytes];
         /// Times that deleted files of a pod were restored
         restored_files: Counter = "healed_files";
         /// Failed attempts to restore deleted files of a pod, each of which is retried
@@ -134,6 +136,8 @@ pub struct Census {
     pub states: Vec<&'static str>,
     /// Sandboxes whose cleanup failed and is retried.
     pub cleanups_pending: usize,
+    /// Memory that the shims of all pods have for themselves, bytes.
+    pub shim_memory: u64,
 }
 
 /// The metrics of a daemon.
@@ -212,6 +216,7 @@ impl Telemetry {
             self.sandboxes.get_or_create(&StateLabel { state }).inc();
         }
         self.cleanups_pending.set(census.cleanups_pending.try_into().unwrap_or(i64::MAX));
+        self.shim_memory.set(census.shim_memory.try_into().unwrap_or(i64::MAX));
         self.process.refresh();
         let mut text = String::new();
         // Writing to a String does not fail.
@@ -268,6 +273,7 @@ mod tests {
             sandboxes: vec!["ready", "ready"],
             states: vec!["ready", "created"],
             cleanups_pending: 1,
+            shim_memory: 4096,
         };
         let text = telemetry.text(&census);
         for line in [
@@ -279,6 +285,7 @@ mod tests {
             "pause_sandboxer_calls_in_flight{method=\"Start\"} 0",
             "pause_sandboxer_cleanup_failures_total 1",
             "pause_sandboxer_cleanups_pending 1",
+            "pause_sandboxer_shim_memory_bytes 4096",
             "pause_sandboxer_pause_exits_total{reason=\"signal\"} 1",
             "pause_sandboxer_recovery_duration_seconds 0.25",
             "pause_sandboxer_sandboxes{state=\"ready\"} 2",

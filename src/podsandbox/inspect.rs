@@ -125,7 +125,9 @@ fn pod_usage(jobs: &Jobs) -> Option<Usage> {
     read_usage(&jobs.facts.cgroup_ref.cgroup_parent).inspect_err(failed).ok().flatten()
 }
 
-fn shim_memory(jobs: &Jobs) -> Option<u64> {
+/// Memory that the pod's shim has for itself, bytes; `None`: it has none, or it cannot be read.
+/// Blocks.
+pub(super) fn shim_memory(jobs: &Jobs) -> Option<u64> {
     let failed = |step: &StepError| {
         log::debug!(sandbox = jobs.id().as_str(); "failed to read memory of shim: {step}");
     };

@@ -397,6 +397,12 @@ impl Sandbox {
         inspect::summarize(&self.jobs, self.published(), usage)
     }
 
+    /// Memory that the pod's shim has for itself, bytes; `None`: it has none, or it cannot be read.
+    /// Blocks.
+    pub fn shim_memory(&self) -> Option<u64> {
+        inspect::shim_memory(&self.jobs)
+    }
+
     /// All that is known, as a JSON object. Blocks.
     pub fn inspect(&self) -> serde_json::Value {
         let record = self.jobs.store.read_record().map_err(|e| e.to_string());

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
+use kit::metrics::value;
 use kit::{ContainerSpec, Node, PodSpec, grpc, until};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use crate::harness::{Case, alone, on_node};
-use crate::metrics::value;
 use crate::pods::{Shape, is_whole, remove};
 use crate::standalone::Standalone;
 

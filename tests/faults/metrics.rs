@@ -1,15 +1,13 @@
 //! The metrics that the alert rules use show the failures that the rules are for.
 
 use std::fs;
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use kit::metrics::value;
 use kit::until;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::UnixStream;
 
 use crate::harness::{Case, alone};
 use crate::pods::Shape;
@@ -26,20 +24,6 @@ pub(crate) fn cases() -> Vec<Case> {
         a_quarantined_record_shows_in_the_metrics,
         a_full_disk_shows_in_the_metrics,
     ]
-}
-
-/// Returns the sum of the series whose name and labels begin with `series`.
-pub(crate) async fn value(socket: &Path, series: &str) -> Result<f64> {
-    let mut stream = UnixStream::connect(socket).await?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n").await?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).await?;
-    ensure!(text.starts_with("HTTP/1.1 200 "), "{text}");
-    let lines = text.lines().filter(|line| line.starts_with(series));
-    let values = lines.filter_map(|line| line.rsplit_once(' ')).map(|(_, value)| value.parse());
-    let values = values.collect::<Result<Vec<f64>, _>>()?;
-    ensure!(!values.is_empty(), "no {series} in {text}");
-    Ok(values.iter().sum())
 }
 
 /// Waits until a series has the value.

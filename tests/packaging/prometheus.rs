@@ -26,7 +26,12 @@ fn exported() -> BTreeMap<String, BTreeSet<String>> {
     telemetry.restored_files.inc();
     telemetry.restore_failures.inc();
     telemetry.recovered(Duration::from_secs(1), 1, 1);
-    let census = Census { sandboxes: vec!["ready"], states: vec!["ready"], cleanups_pending: 1 };
+    let census = Census {
+        sandboxes: vec!["ready"],
+        states: vec!["ready"],
+        cleanups_pending: 1,
+        shim_memory: 4096,
+    };
     let mut series: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for line in telemetry.text(&census).lines().filter(|line| !line.starts_with('#')) {
         let name = line.split(['{', ' ']).next().unwrap();

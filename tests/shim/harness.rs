@@ -69,7 +69,11 @@ impl Harness {
         };
         let node = Node::start(Options {
             sandboxer: Some(sandboxer),
-            sandboxer_config: format!("{environment}\n{}", kind.setting()),
+            sandboxer_config: format!(
+                "{environment}\nmetrics = \"unix://{}\"\n{}",
+                dir.path().join("metrics").display(),
+                kind.setting()
+            ),
             containerd_config: crate::refused::HANDLERS.to_owned(),
             ..Options::default()
         })
@@ -85,6 +89,11 @@ impl Harness {
         pod.run(ContainerSpec::sleeping("a")).await?;
         pod.remove().await?;
         Ok(harness)
+    }
+
+    /// The socket of the daemon's metrics.
+    pub(crate) fn metrics(&self) -> PathBuf {
+        self.dir.path().join("metrics")
     }
 
     /// How the next shim is to come.

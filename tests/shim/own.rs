@@ -219,6 +219,14 @@ async fn the_memory_of_a_shim_is_shown_while_there_is_one(harness: Arc<Harness>)
     let pod = harness.pod("measured").await?;
     let without = shim_memory(&harness, &pod)?;
     ensure!(without.is_none(), "{without:?} of no shim");
+    let metric =
+        async || kit::metrics::value(&harness.metrics(), "pause_sandboxer_shim_memory_bytes").await;
+    until("no shim in the metrics", SOON, async || {
+        let of_all = metric().await?;
+        ensure!(of_all < 1.0, "{of_all}");
+        Ok(())
+    })
+    .await?;
     pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
     let shown = shim_memory(&harness, &pod)?.context("no memory of the shim")?;
@@ -227,6 +235,13 @@ async fn the_memory_of_a_shim_is_shown_while_there_is_one(harness: Arc<Harness>)
     let resident = resident.and_then(|kilobytes| kilobytes.split_whitespace().next());
     let resident: u64 = resident.context("no VmRSS")?.parse()?;
     ensure!((1..=resident << 10).contains(&shown), "{shown} of {resident} kB in RAM");
+    // Of the pods' shims together, so that the fleet's dashboard shows them.
+    until("the shim in the metrics", SOON, async || {
+        let of_all = metric().await?;
+        ensure!((1.0..=(resident << 10) as f64).contains(&of_all), "{of_all} of {resident} kB");
+        Ok(())
+    })
+    .await?;
     removed(&pod).await?;
     no_shim(&pod).await
 }

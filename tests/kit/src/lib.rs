@@ -28,6 +28,7 @@ pub mod cri;
 pub mod grpc;
 pub mod image;
 pub mod machine;
+pub mod metrics;
 pub mod nri;
 pub mod shim;
 pub mod strace;
