@@ -308,6 +308,8 @@ while :; do
                 exit 3
             fi
         fi
+        # What is recorded makes room for other nodes.
+        ! grep -q '^{"do":"record"' "$work/actions" || continue
     fi
     sleep "$every" &
     wait $!

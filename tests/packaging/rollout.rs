@@ -175,6 +175,19 @@ fn every_node_is_changed_and_at_most_so_many_at_once() {
     assert!(arguments.contains("-H @-") && !arguments.contains("secret"), "{arguments}");
 }
 
+/// A result makes room for the next node: a rollout waits for Jobs only.
+#[test]
+fn after_a_result_the_next_node_is_changed_at_once() {
+    let cluster = Cluster::new(&["a", "b", "c"]);
+    let sleeps = cluster.dir.path().join("sleeps");
+    let script = format!("#!/bin/sh\necho >>{}\n", sleeps.display());
+    kit::write_program(cluster.dir.path().join("bin/sleep"), script.as_bytes()).unwrap();
+    cluster.ends("install", 0);
+    assert_eq!(cluster.journal().len(), 6);
+    // Of the first node, and of the two others, whose Jobs end at the second look.
+    assert_eq!(fs::read_to_string(sleeps).unwrap().lines().count(), 4);
+}
+
 #[test]
 fn a_job_is_bound_to_its_node_and_ends_with_it() {
     let cluster = Cluster::new(&["a"]);
