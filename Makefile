@@ -62,6 +62,8 @@ shim: ## the pods' shim alone; without the musl target of rustup it links with g
 	RUSTFLAGS="-C target-feature=+crt-static -C relocation-model=static" \
 		$(CARGO) build --locked --profile shim --target $(SHIM_TARGET) -p $(SHIM)
 	install -D -m 0755 target/$(SHIM_TARGET)/shim/$(SHIM) target/release/$(SHIM)
+	@case $(SHIM_TARGET) in *-gnu) echo "shim: linked with glibc: each pod takes about 0.15 MB more" \
+		"than with musl; rustup target add $$(uname -m)-unknown-linux-musl" >&2 ;; esac
 
 install: build ## copy both to PREFIX/bin (default /usr/local)
 	install -D -m 0755 target/release/$(SHIM) $(DESTDIR)$(PREFIX)/bin/$(SHIM)
