@@ -14,7 +14,7 @@ use pause_sandboxer::cli::{
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
-use pause_sandboxer::enable::{self, Disablement, Enablement, NodeChange, RestartBy};
+use pause_sandboxer::enable::{self, Disablement, Enablement, Mode, NodeChange, RestartBy};
 use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::oci_image;
 use pause_sandboxer::pause::binary::{PROGRAM, SELFTEST};
@@ -134,8 +134,10 @@ fn subject(node: &cli::NodeOptions) -> Result<check::Subject, CommandFailure> {
 async fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
     let subject = subject(&options.node)?;
     let own = DaemonFindings {
-        first: pause_sandboxer::check::run(&subject.config).await,
-        shims: &|runtimes| Box::pin(pause_sandboxer::check::shims(runtimes, &subject.config)),
+        first: Box::pin(pause_sandboxer::check::run(&subject.config)),
+        shims: &|runtimes, config| {
+            Box::pin(async move { pause_sandboxer::check::shims(runtimes, &config).await })
+        },
     };
     let findings = check::run(&subject, own).await;
     print(&match options.output {
@@ -172,15 +174,20 @@ fn node(change: &cli::Change) -> Result<NodeChange, CommandFailure> {
 }
 
 async fn enable(options: &cli::Enable) -> Result<(), CommandFailure> {
+    let mode = if options.shim_only { Mode::ShimOnly } else { Mode::Sandboxer };
     let wanted = Enablement {
         change: node(&options.change)?,
         pause_program: PROGRAM,
-        handler: options.handler.clone(),
+        mode,
+        handler: options.handler.clone().unwrap_or_else(|| mode.handler().to_owned()),
         options_of: options.options_of.clone(),
         default: options.default,
         offline: options.offline,
     };
     enable::enable(&wanted, &mut say).await.map_err(|e| e.to_string())?;
+    if options.shim_only {
+        return Ok(());
+    }
     // `enable` may have adopted the address of another containerd.
     let config = options.change.node.settings.load()?;
     let inherited = pause_sandboxer::check::inheritance(&config).await;
@@ -195,7 +202,7 @@ async fn disable(options: &cli::Disable) -> Result<ExitCode, CommandFailure> {
         print(&need.to_string())?;
         return Ok(if need.is_needed() { NEEDED.into() } else { ExitCode::SUCCESS });
     }
-    let wanted = Disablement { change, wait: options.wait };
+    let wanted = Disablement { change, wait: options.wait, handler: options.handler.clone() };
     enable::disable(&wanted, &mut say).await.map_err(|e| e.to_string())?;
     Ok(ExitCode::SUCCESS)
 }

@@ -27,7 +27,12 @@ pub async fn examine(runtimes: Vec<HandlerRuntime>, config: &Config) -> Vec<Find
         Ok(found) => found,
         Err(finding) => return vec![finding],
     };
-    let kinds: BTreeSet<&str> = runtimes.iter().map(|runtime| runtime.kind.as_str()).collect();
+    // containerd starts the others itself.
+    let by_daemon = runtimes.iter().filter(|runtime| !runtime.shim_only);
+    let kinds: BTreeSet<&str> = by_daemon.map(|runtime| runtime.kind.as_str()).collect();
+    if kinds.is_empty() && !runtimes.is_empty() {
+        findings.clear();
+    }
     let serves = |kind: &str| own::serves(kind);
     let own = (config.shim == ShimOwner::Own && kinds.iter().any(|kind| serves(kind)))
         .then(|| open_own(config));
@@ -261,7 +266,11 @@ mod tests {
             (ShimOwner::Runtime, "io.containerd.runc.v2", 0),
         ] {
             let config = Config { shim, ..Config::default() };
-            let runtime = HandlerRuntime { kind: kind.to_owned(), binary: "true".to_owned() };
+            let runtime = HandlerRuntime {
+                kind: kind.to_owned(),
+                binary: "true".to_owned(),
+                shim_only: false,
+            };
             // No shim is beside the program of this test.
             let findings = examine(vec![runtime], &config).await;
             let about_own = |finding: &&Finding| finding.fact.contains(own::NAME);

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum, value_parser};
 
 use crate::config::{Config, ConfigError, Flags, absolute_path};
-use crate::enable;
 
 pub mod colour;
 pub mod table;
@@ -87,7 +86,7 @@ pub enum Command {
     /// Declarative: an option of an earlier run that is omitted now, such as --default or
     /// --offline, is undone. Repeating the command changes nothing. Pods keep running.
     Enable(Enable),
-    /// Remove this sandboxer from containerd's config; fails while pods use its handler
+    /// Remove what `enable` has added to containerd's config; fails while pods use its handlers
     ///
     /// With --check it changes nothing and prints a line for each thing that needs the sandboxer.
     /// A line begins with its kind: `default` (its handler is containerd's default), `unread`
@@ -171,10 +170,13 @@ pub struct Change {
 /// Options of `enable`.
 #[derive(Args, Debug)]
 pub struct Enable {
-    /// Name of the runtime handler
-    #[arg(long, value_name = "NAME", default_value = enable::HANDLER)]
-    #[arg(value_parser = handler_name)]
-    pub handler: String,
+    /// Add a handler with containerd's built-in controller and this project's shim, the program
+    /// pause-sandboxer-runc-shim next to this one: its pods need no daemon. A node can have both
+    #[arg(long)]
+    pub shim_only: bool,
+    /// Name of the runtime handler [default: runc-pause, or runc-small with --shim-only]
+    #[arg(long, value_name = "NAME", value_parser = handler_name)]
+    pub handler: Option<String>,
     /// Runtime handler to copy settings from, such as SystemdCgroup [default: the default handler
     /// if its runtime is runc, or else the handler runc]
     #[arg(long, value_name = "NAME")]
@@ -194,12 +196,15 @@ pub struct Enable {
 /// Options of `disable`.
 #[derive(Args, Debug)]
 pub struct Disable {
+    /// Remove only this runtime handler [default: all that `enable` has added]
+    #[arg(long, value_name = "NAME")]
+    pub handler: Option<String>,
     /// Wait until no pod uses the handler
     #[arg(long)]
     pub wait: bool,
     /// Print what needs the sandboxer, and change nothing: exit status 75 if pods need it, or its
     /// handler is containerd's default
-    #[arg(long, conflicts_with_all = ["wait", "restart", "dry_run"])]
+    #[arg(long, conflicts_with_all = ["wait", "restart", "dry_run", "handler"])]
     pub check: bool,
     /// The change of the node.
     #[command(flatten)]
@@ -209,7 +214,7 @@ pub struct Disable {
 /// Options of `selftest`.
 #[derive(Args, Debug)]
 pub struct SelftestOptions {
-    /// Runtime handler to test [default: the first one of this sandboxer]
+    /// Runtime handler to test [default: the first one of this sandboxer, or else of its shim]
     #[arg(long, value_name = "NAME")]
     pub handler: Option<String>,
     /// Then run the same pod with the default handler, to compare the durations

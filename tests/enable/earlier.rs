@@ -54,7 +54,7 @@ async fn a_restart_needs_a_daemon(node: Arc<Node>) -> Result<()> {
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
     for words in [&["enable", "--default"][..], &["enable"]] {
         let said = etc.with_restart(words, always).await?.refused("cannot reach the daemon")?;
-        ensure!(said.contains("no pod of runtime handler runc-pause starts"), "{said}");
+        ensure!(said.contains("no pod of this sandboxer starts"), "{said}");
         ensure!(etc.files() == before, "it has written: {said}");
         ensure!(etc.node.containerd_pid()? == pid, "containerd is another");
     }

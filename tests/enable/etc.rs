@@ -131,8 +131,15 @@ impl Etc {
         Ok(Ran { success: status.success(), text: fs::read_to_string(&path)? })
     }
 
+    /// Where a test can have programs of the sandboxer, which the commands are of then.
+    pub(crate) fn programs(&self) -> PathBuf {
+        self.node.layout().top.join("programs")
+    }
+
     pub(crate) fn command(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"));
+        let own = self.programs().join("pause-sandboxer");
+        let built = PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer"));
+        let mut command = Command::new(if own.exists() { own } else { built });
         command.args(words).arg("--config").arg(self.node.layout().sandboxer_config());
         command
     }

@@ -12,6 +12,7 @@ mod distributions;
 mod earlier;
 mod etc;
 mod others;
+mod shim_only;
 
 use std::pin::Pin;
 use std::process::ExitCode;
@@ -42,7 +43,8 @@ fn main() -> ExitCode {
     // One machine, one case at a time.
     arguments.test_threads = Some(1);
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
-    let all = cases::all().into_iter().chain(earlier::all()).chain(others::all());
+    let all =
+        cases::all().into_iter().chain(earlier::all()).chain(others::all()).chain(shim_only::all());
     let trials = all.map(|(name, case)| {
         let runtime = runtime.clone();
         Trial::test(name, move || run_on_node(&runtime, case))

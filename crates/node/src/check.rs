@@ -112,15 +112,15 @@ pub struct Subject {
 
 /// The findings of the daemon's code, which this crate does not have.
 pub struct DaemonFindings<'a> {
-    /// Whether the daemon can work here: kernel, privileges, cgroups, mounts.
-    pub first: Vec<Finding>,
+    /// Examines whether the daemon can work here: kernel, privileges, cgroups, mounts.
+    pub first: Pin<Box<dyn Future<Output = Vec<Finding>> + 'a>>,
     /// Examines the shims and OCI runtimes of handlers.
     pub shims: &'a ShimFindings<'a>,
 }
 
-/// Examines the shims and OCI runtimes of handlers.
+/// Examines the shims and OCI runtimes of handlers of the containerd that the settings name.
 pub type ShimFindings<'a> =
-    dyn Fn(Vec<HandlerRuntime>) -> Pin<Box<dyn Future<Output = Vec<Finding>> + 'a>> + 'a;
+    dyn Fn(Vec<HandlerRuntime>, Config) -> Pin<Box<dyn Future<Output = Vec<Finding>> + 'a>> + 'a;
 
 /// The runtime of a handler.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -129,18 +129,24 @@ pub struct HandlerRuntime {
     pub kind: String,
     /// The OCI runtime of its options, `BinaryName`; empty: runc.
     pub binary: String,
+    /// Whether containerd starts the shim, by its path.
+    pub shim_only: bool,
 }
 
 /// Examines everything, in the order in which problems must be solved.
 pub async fn run(subject: &Subject, own: DaemonFindings<'_>) -> Vec<Finding> {
-    let mut findings = own.first;
+    if let Some(subject) = containerd::shim_only::find_node(subject).await {
+        let node = containerd::NodeContainerd::find(&subject);
+        return containerd::examine(&subject, &node, None, own.shims).await;
+    }
+    let mut findings = own.first.await;
     findings.extend(directories::examine(&subject.config));
     let (answers, known) = daemon::examine(&subject.config).await;
     findings.push(answers);
     let node = containerd::NodeContainerd::find(subject);
     findings.extend(systemd::examine(node.pid.map(|_| &node)).await);
     findings.extend(known.as_deref().map(sandboxes::examine).unwrap_or_default());
-    findings.extend(containerd::examine(subject, &node, known.is_some(), own.shims).await);
+    findings.extend(containerd::examine(subject, &node, Some(known.is_some()), own.shims).await);
     findings
 }
 

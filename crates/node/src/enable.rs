@@ -16,13 +16,14 @@ use containerd_api::cri::CriClient;
 use containerd_api::images::{self, PINNED};
 
 use crate::check::Subject;
-use crate::check::containerd::{NodeContainerd, disabled, enabled};
+pub use crate::check::containerd::Mode;
+use crate::check::containerd::{NodeContainerd, disabled, enabled, find, ours, shim_only};
 use crate::oci_image;
+use crate::trust::check_trusted;
 
 mod changes;
 mod disable;
 mod drop_in;
-mod find;
 mod lock;
 mod main_config;
 mod need;
@@ -33,7 +34,6 @@ mod pods;
 mod restart;
 mod settings;
 mod toml_text;
-mod trust;
 
 use changes::{Changes, FileChange};
 pub use disable::{Disablement, disable};
@@ -45,13 +45,9 @@ use plan::HandlerPlan;
 use restart::Restart;
 pub use restart::RestartBy;
 use settings::OwnSettings;
-use trust::check_trusted;
 
 /// The line of a command that changes no file.
 const NO_CHANGES: &str = "no file needs a change";
-
-/// The handler's usual name.
-pub const HANDLER: &str = crate::check::containerd::HANDLER;
 
 /// Takes each line that a command prints.
 pub type Say<'a> = &'a mut dyn FnMut(String);
@@ -140,7 +136,7 @@ impl NodeChange {
         let containerd = NodeContainerd::find(&self.subject);
         let must_restart = self.restart.is_some() && !self.dry_run;
         self.check_config_file(&containerd, must_run || must_restart)?;
-        containerd.supported().await?;
+        containerd.release().await?;
         // The lock is only for root where only root makes files.
         check_trusted(&containerd.file)?;
         // A dry run makes no file.
@@ -188,8 +184,8 @@ fn must_be_root() -> Result<(), EnableError> {
 /// The line for files that containerd has to read, where this command does not restart it.
 fn restart_yourself(containerd: &NodeContainerd) -> String {
     format!(
-        "restart containerd to load the files: {} (pods keep running, and the daemon must respond \
-         meanwhile)",
+        "restart containerd to load the files: {} (pods keep running; the daemon of pods of this \
+         sandboxer must respond meanwhile)",
         RestartBy::Systemd.command(&containerd.unit)
     )
 }
@@ -201,6 +197,8 @@ pub struct Enablement {
     pub change: NodeChange,
     /// The executable of the image that `offline` imports.
     pub pause_program: &'static [u8],
+    /// Who makes the pods of the handler.
+    pub mode: Mode,
     /// The runtime handler.
     pub handler: String,
     /// The handler whose settings are copied; `None`: the default handler, or runc.
@@ -215,9 +213,12 @@ impl Enablement {
     /// The options that a repetition of the command needs.
     fn options(&self) -> Vec<String> {
         let mut options = Vec::new();
+        options.extend((self.mode == Mode::ShimOnly).then(|| "--shim-only".to_owned()));
         options.extend(self.default.then(|| enabled::DEFAULT.to_owned()));
         options.extend(self.offline.then(|| "--offline".to_owned()));
-        options.extend((self.handler != HANDLER).then(|| format!("--handler {}", self.handler)));
+        options.extend(
+            (self.handler != self.mode.handler()).then(|| format!("--handler {}", self.handler)),
+        );
         options.extend(self.options_of.iter().map(|base| format!("--options-of {base}")));
         let address = self.change.containerd_address.iter();
         options.extend(address.map(|path| format!("--containerd-address {}", path.display())));
@@ -243,22 +244,26 @@ struct EnablePlan {
 
 impl EnablePlan {
     fn new(wanted: &Enablement, node: &NodeState) -> Result<Self, EnableError> {
-        let (path, old) = (&node.drop_in.path, node.drop_in.text.as_deref());
-        node.containerd.has_imports(path)?;
-        node.drop_in.has_only(&wanted.handler)?;
+        let (drop_in, is_sandboxers) = (node.drop_in(wanted.mode), wanted.mode == Mode::Sandboxer);
+        let (path, old) = (&drop_in.path, drop_in.text.as_deref());
+        node.containerd.has_imports(&[path])?;
+        drop_in.has_only(&wanted.handler)?;
         let merged = node.merged.clone()?;
         if let Some(finding) = disabled(&merged, &node.containerd) {
             return refuse(format!("containerd: {}: {}", finding.fact, finding.advice));
         }
         let handler = HandlerPlan::new(wanted, merged, old)?;
         let mut changes = Changes::default();
-        adopt_settings(wanted, node, &handler, &mut changes)?;
+        if is_sandboxers {
+            adopt_settings(wanted, node, &handler, &mut changes)?;
+        }
         let adopted = !changes.is_empty();
         // Without its process, the unit is unknown.
-        let ordered = node.containerd.pid.is_some()
+        let ordered = is_sandboxers
+            && node.containerd.pid.is_some()
             && ordering::order(Some(&node.containerd.unit), &mut changes)?;
         let own = changes.len();
-        if let Some(other) = node.drop_in.state.as_ref().filter(|_| !node.drop_in.is_ours()) {
+        if let Some(other) = drop_in.state.as_ref().filter(|_| !drop_in.is_ours()) {
             changes.add(FileChange::copy(path.with_added_extension(BACKUP), other)?);
         }
         changes.directory(directory_of(path));
@@ -269,7 +274,7 @@ impl EnablePlan {
         node.main.import(path, handler.new_file_version(), generated, &mut changes)?;
         let undone = old.map(|old| drop_in::undone(old, &wanted.options()));
         let notes = undone.into_iter().flatten().chain(node.main.managed(path)).collect();
-        let mut lost = node.drop_in.handlers();
+        let mut lost = drop_in.handlers();
         if wanted.change.restart.is_some() {
             lost.extend(node.stale(&wanted.change.subject.config).unwrap_or_default());
         }
@@ -289,7 +294,11 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
     let (change, config) = (&wanted.change, &wanted.change.subject.config);
     let (_lock, node) = change.begin(true).await?;
     let plan = EnablePlan::new(wanted, &node)?;
-    pods::keep_handlers_in_use(config, &plan.lost).await?;
+    let drop_in = node.drop_in(wanted.mode);
+    pods::keep_handlers_in_use(config, &plan.lost, &drop_in.handlers()).await?;
+    if let Some(shim) = &plan.handler.shim {
+        shim_only::version(shim.as_ref()).await?;
+    }
     plan.notes.iter().cloned().for_each(&mut *say);
     let changes = &plan.changes;
     if change.dry_run {
@@ -297,17 +306,20 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
         say(if diff.is_empty() { NO_CHANGES } else { diff.trim_end() }.to_owned());
         return Ok(());
     }
-    let (has_unread, edited) = node.unread(node.drop_in.is_ours())?;
+    let own = Some(drop_in).filter(|drop_in| drop_in.is_ours());
+    let (has_unread, edited) = node.unread(own.as_slice())?;
     // containerd does not read the sandboxer's settings.
     let is_loaded = changes.len() == plan.own
         && !has_unread
         && node.loaded.as_ref().is_some_and(|loaded| loaded.contains(&wanted.handler));
-    let without_daemon = pods::answering_daemon(config).await.err();
+    let needs_daemon =
+        wanted.mode == Mode::Sandboxer || !ours(plan.handler.merged(), config).is_empty();
+    let answers = if needs_daemon { pods::answering_daemon(config).await } else { Ok(()) };
+    let without_daemon = answers.err();
     if let (Some(reason), true) = (&without_daemon, change.restart.is_some()) {
         return refuse(format!(
-            "{reason}; without the daemon no pod of runtime handler {} starts, and a containerd \
-             that starts without it reports pods that it has as NotReady",
-            wanted.handler
+            "{reason}; without the daemon no pod of this sandboxer starts, and a containerd that \
+             starts without it reports pods that it has as NotReady"
         ));
     }
     if change.restart.is_some() && !is_loaded {
@@ -328,9 +340,9 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
     if plan.ordered {
         restart::reload_units(change.within, say).await;
     }
-    let has_adopted = plan.adopted && restart_daemon(change, changes, say).await?;
+    let has_adopted = plan.adopted && restart::restart_daemon(change, changes, say).await?;
     if let Some(reason) = without_daemon {
-        say(format!("{reason}; pods of runtime handler {} need the daemon", wanted.handler));
+        say(format!("{reason}; pods of this sandboxer need the daemon"));
     }
     if is_loaded {
         say(format!("containerd has loaded runtime handler {}", wanted.handler));
@@ -382,31 +394,6 @@ async fn import_pause(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableErr
     Ok(())
 }
 
-/// Lets the daemon read its settings; whether it has been restarted.
-async fn restart_daemon(
-    change: &NodeChange,
-    changes: &Changes,
-    say: Say<'_>,
-) -> Result<bool, EnableError> {
-    let restarted = match change.restart {
-        Some(_) => restart::restart_daemon(change.within).await,
-        None => Ok(false),
-    };
-    match restarted {
-        Ok(true) => say("restarted pause-sandboxer; pods keep running".to_owned()),
-        Ok(false) => {
-            let said =
-                "the settings of pause-sandboxer have changed: restart it; pods keep running";
-            say(said.to_owned());
-        }
-        Err(reason) => {
-            let error = changes.roll_back(&reason);
-            return Err(restart::daemon_after_rollback(error, change.within).await);
-        }
-    }
-    restarted.map_err(EnableError::from)
-}
-
 /// Restarts containerd, which has to read the files.
 async fn load(
     wanted: &Enablement,
@@ -420,7 +407,8 @@ async fn load(
         return Ok(());
     };
     // A pod may have arrived meanwhile.
-    let used = pods::keep_handlers_in_use(config, &plan.lost).await;
+    let own = node.drop_in(wanted.mode).handlers();
+    let used = pods::keep_handlers_in_use(config, &plan.lost, &own).await;
     used.map_err(|reason| changes.roll_back(&reason.0))?;
     let handler = &wanted.handler;
     let Err(reason) = restart.load(changes, |loaded| loaded.contains(handler)).await else {
@@ -466,7 +454,8 @@ mod tests {
                 within: Duration::from_secs(1),
             },
             pause_program: b"",
-            handler: HANDLER.to_owned(),
+            mode: Mode::Sandboxer,
+            handler: Mode::Sandboxer.handler().to_owned(),
             options_of: None,
             default: false,
             offline: false,

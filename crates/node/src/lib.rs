@@ -10,3 +10,4 @@ pub mod oci_image;
 pub mod selftest;
 mod shell_command;
 mod stop_signal;
+mod trust;

@@ -13,7 +13,7 @@ use std::time::Duration;
 use toml::{Table, Value};
 
 use crate::check::Subject;
-use crate::check::containerd::{self as node, NodeContainerd, pause_image};
+use crate::check::containerd::{self as node, NodeContainerd, pause_image, shim_only};
 use crate::client::Client;
 use crate::stop_signal;
 use base::error::{IoContext as _, StepError, StepErrors};
@@ -57,7 +57,7 @@ pub struct Selftest {
     pub program: &'static [u8],
     /// The executable of a pause image.
     pub pause_program: &'static [u8],
-    /// The runtime handler; `None`: the first one of this sandboxer.
+    /// The runtime handler; `None`: the first one of this sandboxer, or else of its shim.
     pub handler: Option<String>,
     /// Also run a pod of the default handler.
     pub compare: bool,
@@ -89,17 +89,23 @@ pub async fn run(
     if !nix::unistd::geteuid().is_root() {
         return Err(SelftestError("must run as root".to_owned()));
     }
+    let subject = shim_only::find_node(&wanted.subject).await;
+    let subject = subject.unwrap_or_else(|| wanted.subject.clone());
+    let wanted = &Selftest { subject, ..wanted.clone() };
     let config = &wanted.subject.config;
     let containerd = NodeContainerd::find(&wanted.subject);
     let release = containerd.release().await?;
     let merged = containerd.dump().await?;
     let (ours, other) = handlers(wanted, &merged, &containerd)?;
-    // Without a daemon each call of the test would wait for its timeout.
-    let listed = async { Client::connect(config).await?.list(false).await };
-    listed.await.map_err(|e| e.to_string())?;
+    let has_daemon = node::ours(&merged, config).iter().any(|(name, _)| *name == ours);
+    if has_daemon {
+        // Without a daemon each call of the test would wait for its timeout.
+        let listed = async { Client::connect(config).await?.list(false).await };
+        listed.await.map_err(|e| e.to_string())?;
+    }
     let mut stop = pin!(stopped(wanted.within)?);
     let cri = CriClient::new(&config.containerd_address);
-    let needed = needed_image(&merged, release, &ours, other.is_some());
+    let needed = needed_image(&merged, release, &ours, !has_daemon || other.is_some());
     let mut pause = None;
     let tested = async {
         if let Some(name) = needed
@@ -124,14 +130,14 @@ pub async fn run(
     Ok(SelftestReport { table, failed })
 }
 
-/// The pause image that the test's pods need.
+/// The pause image that the test's pods need. `has_built_in`: one is of the built-in controller.
 fn needed_image(
     merged: &Table,
     release: node::Release,
     ours: &str,
-    is_compared: bool,
+    has_built_in: bool,
 ) -> Option<String> {
-    if is_compared {
+    if has_built_in {
         return pause_image::name(merged);
     }
     let handler = node::runtime_table(merged, node::RUNTIME)?.get(ours)?.as_table();
@@ -163,6 +169,9 @@ async fn test_pods(
     let (has_network, image) = prepare(wanted, cri, stop.as_mut()).await?;
     let plan = |handler: &str, restart: Option<String>| PodPlan {
         handler: handler.to_owned(),
+        has_daemon: node::ours(merged, &wanted.subject.config)
+            .iter()
+            .any(|(name, _)| name == handler),
         systemd_cgroup: option_of(merged, handler, "SystemdCgroup")
             .and_then(Value::as_bool)
             .unwrap_or_default(),
@@ -245,15 +254,15 @@ fn handlers(
 ) -> Result<(String, Option<String>), SelftestError> {
     let known = node::all(merged, &wanted.subject.config);
     let ours = match &wanted.handler {
-        Some(named) if known.ours.contains(named) => named.clone(),
+        Some(named) if known.has(named) => named.clone(),
         Some(named) => {
             let reason = format!(
                 "{named:?} is not a runtime handler of this sandboxer; its handlers are {:?}",
-                known.ours
+                [&known.ours[..], &known.shim_only].concat()
             );
             return Err(SelftestError(reason));
         }
-        None => known.ours.first().cloned().ok_or_else(|| {
+        None => known.ours.first().or(known.shim_only.first()).cloned().ok_or_else(|| {
             let command = containerd.enable_command();
             SelftestError(format!(
                 "containerd has no runtime handler of this sandboxer; run `{command}`"
@@ -261,7 +270,7 @@ fn handlers(
         })?,
     };
     let default = if known.default.is_empty() { "runc".to_owned() } else { known.default };
-    let other = Some(default).filter(|default| wanted.compare && !known.ours.contains(default));
+    let other = Some(default).filter(|default| wanted.compare && *default != ours);
     Ok((ours, other))
 }
 

@@ -17,12 +17,15 @@ use containerd_api::cri::CriClient;
 mod config;
 pub(crate) mod enabled;
 mod files;
+pub(crate) mod find;
 mod loaded;
 mod node;
 pub(crate) mod pause_image;
 mod running;
 pub(crate) mod shared;
+pub(crate) mod shim_only;
 
+pub use enabled::Mode;
 pub(crate) use files::{Main, runtime_table};
 use loaded::Answer;
 pub(crate) use node::NodeContainerd;
@@ -34,9 +37,6 @@ const CONFIG: &str = "containerd config";
 
 /// The proxy plugin's name that the advice and the documents use.
 const NAME: &str = "pause-sandboxer";
-
-/// The handler's usual name.
-pub(crate) const HANDLER: &str = "runc-pause";
 
 /// The plugin that holds CRI's runtime settings.
 pub(crate) const RUNTIME: &str = "io.containerd.cri.v1.runtime";
@@ -53,11 +53,12 @@ const SERVER: &str = "io.containerd.server.v1.grpc";
 /// The first two numbers of a version.
 pub(crate) type Release = (u32, u32);
 
-/// Examines containerd's program, socket and config, and its CRI. `has_daemon`: the daemon answers.
+/// Examines containerd's program, socket and config, and its CRI. `has_daemon`: the daemon answers;
+/// `None`: the node does not need it.
 pub(super) async fn examine(
     subject: &Subject,
     node: &NodeContainerd,
-    has_daemon: bool,
+    has_daemon: Option<bool>,
     shims: &ShimFindings<'_>,
 ) -> Vec<Finding> {
     let (version, release) = examine_program(&node.program).await;
@@ -79,6 +80,9 @@ pub(super) async fn examine(
     let command = node.enable_command();
     for finding in &mut findings {
         finding.advice = finding.advice.replace(ENABLE, &command);
+        if has_daemon.is_none() {
+            finding.advice = finding.advice.replace(", while the daemon responds", "");
+        }
     }
     findings
 }
@@ -87,7 +91,7 @@ async fn examine_config(
     node: &NodeContainerd,
     config: &Config,
     release: Release,
-    has_daemon: bool,
+    has_daemon: Option<bool>,
     shims: &ShimFindings<'_>,
 ) -> Vec<Finding> {
     let (main, table) = match read_config(node).await {
@@ -99,18 +103,22 @@ async fn examine_config(
     }
     let mut findings =
         vec![Finding::ok(CONFIG, format!("{} with its imports", node.file.display()))];
-    findings.extend(main.missing_imports(None));
+    findings.extend(main.missing_imports(&[]));
     findings.extend(main.lost_handlers(&table));
     let cri = CriClient::new(&config.containerd_address);
     let handlers = all(&table, config);
-    let answer = loaded::ask(node, &handlers.ours, &cri).await;
+    let named = [&handlers.ours[..], &handlers.shim_only].concat();
+    let answer = loaded::ask(node, &named, &cri).await;
     let mut unread = node.started.and_then(|started| main.written_after(started, &node.unit));
     if let Answer::Loaded(lacking) = &answer {
         // The remedy is the same.
         unread = unread.filter(|_| lacking.is_none());
     }
     findings.extend(unread);
-    findings.extend(config_findings(&table, config));
+    if has_daemon.is_some() {
+        findings.extend(config_findings(&table, config));
+    }
+    findings.extend(shim_only::examine(&handlers).await);
     let is_asked = match answer {
         Answer::Silent(silent) => {
             findings.push(silent);
@@ -127,9 +135,9 @@ async fn examine_config(
     if let Some(image) = image.filter(|_| is_asked) {
         findings.extend(pause_image::examine(&cri, &image, &node.enable_command()).await);
     }
-    findings.extend(shims(handler_runtimes(&ours)).await);
+    findings.extend(shims(handler_runtimes(&handlers), config.clone()).await);
     findings.extend(kubelet::examine(&handlers));
-    if is_asked && has_daemon {
+    if is_asked && has_daemon == Some(true) {
         findings.extend(sandboxes::compare(config, &handlers.ours, &node.unit).await);
     }
     findings
@@ -319,30 +327,38 @@ pub(crate) fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
     named.filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone()))).collect()
 }
 
-/// The runtimes of handlers, each once.
-fn handler_runtimes(handlers: &[(String, Table)]) -> Vec<HandlerRuntime> {
-    let text = |value: Option<&Value>| value.and_then(Value::as_str).unwrap_or_default().to_owned();
-    let runtime = |(_, handler): &(String, Table)| HandlerRuntime {
-        kind: text(handler.get("runtime_type")),
-        binary: text(handler.get("options").and_then(|options| options.get("BinaryName"))),
+/// A string; empty if it is missing.
+fn text(value: Option<&Value>) -> &str {
+    value.and_then(Value::as_str).unwrap_or_default()
+}
+
+/// The runtimes of the handlers that need this program's files, each once.
+fn handler_runtimes(handlers: &kubelet::Handlers) -> Vec<HandlerRuntime> {
+    let named = handlers.all.iter().filter(|(name, _)| handlers.has(name));
+    let runtime = |(name, handler): (&String, &Table)| HandlerRuntime {
+        kind: text(handler.get("runtime_type")).to_owned(),
+        binary: text(handler.get("options").and_then(|all| all.get("BinaryName"))).to_owned(),
+        shim_only: handlers.shim_only.contains(name),
     };
-    let all: BTreeSet<HandlerRuntime> = handlers.iter().map(runtime).collect();
+    let all: BTreeSet<HandlerRuntime> = named.map(runtime).collect();
     // Another finding is about those that cannot be served.
     let is_served =
         |runtime: &HandlerRuntime| !runtime.kind.is_empty() && check_served(&runtime.kind).is_ok();
     all.into_iter().filter(is_served).collect()
 }
 
-/// All runtime handlers, with which of them name this sandboxer and which is the default.
+/// All runtime handlers, with which of them need this program's files and which is the default.
 pub(crate) fn all(table: &Table, config: &Config) -> kubelet::Handlers {
     let default =
         runtime(table).and_then(|cri| cri.get("containerd")?.get("default_runtime_name")?.as_str());
     let all = runtimes(table)
         .filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone())));
+    let ours: Vec<String> = ours(table, config).into_iter().map(|(name, _)| name).collect();
     kubelet::Handlers {
         default: default.unwrap_or_default().to_owned(),
         all: all.collect(),
-        ours: ours(table, config).into_iter().map(|(name, _)| name).collect(),
+        shim_only: shim_only::handlers(table, &ours),
+        ours,
     }
 }
 

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use toml::{Table, Value};
 
+use super::containerd::Mode;
 use super::{ENABLE, Finding};
 use base::platform::systemd_runs;
 
@@ -29,6 +30,23 @@ pub(crate) struct Handlers {
     pub(crate) all: BTreeMap<String, Table>,
     /// The names of those that name this sandboxer.
     pub(crate) ours: Vec<String>,
+    /// The names of those that have its shim without it.
+    pub(crate) shim_only: Vec<String>,
+}
+
+impl Handlers {
+    /// The names of those that `enable` adds in this mode.
+    pub(crate) fn of(&self, mode: Mode) -> &[String] {
+        match mode {
+            Mode::Sandboxer => &self.ours,
+            Mode::ShimOnly => &self.shim_only,
+        }
+    }
+
+    /// Whether a handler needs this program's files.
+    pub(crate) fn has(&self, name: &String) -> bool {
+        Mode::ALL.iter().any(|mode| self.of(*mode).contains(name))
+    }
 }
 
 /// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to
@@ -43,6 +61,7 @@ fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool) -> Vec<Findin
     handlers
         .ours
         .iter()
+        .chain(&handlers.shim_only)
         .filter_map(|name| Some((name, handlers.all.get(name)?)))
         .filter(|(_, handler)| is_of_runc(handler))
         .map(|(name, handler)| {
@@ -124,7 +143,7 @@ mod tests {
 
     fn handlers(text: &str) -> Handlers {
         let all: BTreeMap<String, Table> = toml::from_str(text).unwrap();
-        Handlers { default: String::new(), ours: vec!["ours".to_owned()], all }
+        Handlers { ours: vec!["ours".to_owned()], all, ..Handlers::default() }
     }
 
     const ON: &str = "options = { SystemdCgroup = true }\n";

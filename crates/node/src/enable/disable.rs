@@ -1,6 +1,5 @@
 //! `pause-sandboxer disable`.
 
-use std::path::Path;
 use std::time::Duration;
 
 use base::config::{Config, adopted_file};
@@ -9,11 +8,11 @@ use containerd_api::cri::CriClient;
 use toml::{Table, Value};
 
 use super::changes::{Changes, FileChange};
-use super::drop_in::default_of;
+use super::drop_in::{self, DropIn, default_of};
 use super::main_config::BACKUP;
 use super::node_state::{NodeState, loaded_handlers};
 use super::pods::{self, Pods};
-use super::{EnableError, HANDLER, NO_CHANGES, NodeChange, Say};
+use super::{EnableError, Mode, NO_CHANGES, NodeChange, Say};
 use super::{ordering, plan, refuse, restart, restart_yourself};
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
@@ -30,21 +29,27 @@ pub struct Disablement {
     pub change: NodeChange,
     /// Wait until no pod needs the handler.
     pub wait: bool,
+    /// Remove only this runtime handler.
+    pub handler: Option<String>,
 }
 
 /// The changes that `disable` makes, decided from what was read.
 pub(super) struct Removal {
     pub(super) changes: Changes,
+    /// Whose drop-ins are removed.
+    modes: Vec<Mode>,
+    /// The only handler to remove.
+    only: Option<String>,
     /// The number of changes of files that containerd does not read, which are last.
     own: usize,
-    /// The runtime handlers of the drop-in, and those of this sandboxer in other files.
+    /// The runtime handlers of the drop-ins, and those in other files that need this program's.
     pub(super) handlers: Vec<String>,
     /// Those that containerd has loaded, and that its files no longer have; `None` if it does not
     /// say which it has.
     pub(super) stale: Option<Vec<String>>,
-    /// The handler that the drop-in makes the node's default.
+    /// The handler that a drop-in makes the node's default.
     default: Option<String>,
-    /// The options of the `enable` that has written the drop-in; empty for a file of another.
+    /// The options of the `enable` that has written that drop-in; empty for a file of another.
     options: Vec<String>,
 }
 
@@ -53,13 +58,21 @@ impl Removal {
     ///
     /// # Errors
     /// A file cannot be read, or has handlers of others.
-    pub(super) fn new(node: &NodeState, change: &NodeChange) -> Result<Self, EnableError> {
-        let (drop_in, config) = (&node.drop_in, &change.subject.config);
-        drop_in.has_only(HANDLER)?;
+    pub(super) fn new(
+        node: &NodeState,
+        change: &NodeChange,
+        only: Option<&String>,
+    ) -> Result<Self, EnableError> {
+        let config = &change.subject.config;
+        let is_wanted = |name: &String| only.is_none_or(|only| only == name);
+        let has = |one: &&DropIn| only.is_none() || one.handlers().iter().any(is_wanted);
+        let drop_ins: Vec<&DropIn> = node.drop_ins.iter().filter(has).collect();
         let mut changes = Changes::default();
-        // containerd's own file first: without the import the drop-in has no effect.
-        node.main.undo_import(&drop_in.path, &mut changes)?;
-        if let Some(state) = &drop_in.state {
+        // containerd's own file first: without the import the drop-ins have no effect.
+        node.main.undo_import(&drop_in::paths(&drop_ins), &mut changes)?;
+        for drop_in in &drop_ins {
+            drop_in.has_only(drop_in.mode.handler())?;
+            let Some(state) = &drop_in.state else { continue };
             if !drop_in.is_ours() {
                 let backup = drop_in.path.with_added_extension(BACKUP);
                 changes.add(FileChange::copy(backup, state)?);
@@ -67,18 +80,31 @@ impl Removal {
             changes.add(FileChange::new(drop_in.path.clone(), None)?);
         }
         let of_containerd = changes.len();
-        changes.add(FileChange::new(adopted_file(&change.settings), None)?);
-        ordering::order(None, &mut changes)?;
+        let modes: Vec<Mode> = drop_ins.iter().map(|drop_in| drop_in.mode).collect();
+        if modes.contains(&Mode::Sandboxer) {
+            changes.add(FileChange::new(adopted_file(&change.settings), None)?);
+            ordering::order(None, &mut changes)?;
+        }
         let own = changes.len() - of_containerd;
-        let mut handlers = drop_in.handlers();
-        let merged = node.merged.iter().flat_map(|merged| merged_config::ours(merged, config));
-        handlers.extend(merged.map(|(name, _)| name));
+        let known = node.merged.iter().map(|merged| merged_config::all(merged, config));
+        let named = known.flat_map(|known| Mode::ALL.map(|mode| known.of(mode).to_vec()).concat());
+        let mut handlers: Vec<String> =
+            drop_ins.iter().flat_map(|drop_in| drop_in.handlers()).chain(named).collect();
+        handlers.retain(is_wanted);
         handlers.sort();
         handlers.dedup();
-        let text = drop_in.text.as_deref().unwrap_or_default();
+        let mut stale = node.stale(config);
+        stale.iter_mut().for_each(|stale| stale.retain(is_wanted));
+        let mut texts = drop_ins.iter().filter_map(|drop_in| drop_in.text.as_deref());
+        let text = texts.find(|text| default_of(text).is_some()).unwrap_or_default();
         let options = enabled::options(text).unwrap_or_default();
-        let default = default_of(text);
-        Ok(Self { changes, own, handlers, stale: node.stale(config), default, options })
+        let (default, only) = (default_of(text), only.cloned());
+        Ok(Self { changes, modes, only, own, handlers, stale, default, options })
+    }
+
+    /// The drop-ins that are removed.
+    fn drop_ins<'a>(&self, node: &'a NodeState) -> Vec<&'a DropIn> {
+        self.modes.iter().map(|mode| node.drop_in(*mode)).collect()
     }
 
     /// The runtime handlers that containerd will not have after a restart.
@@ -145,13 +171,13 @@ pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableErr
     let (_lock, mut node) = change.begin(false).await?;
     let removal = loop {
         // A config that containerd does not load is no obstacle: this may be what corrects it.
-        let removal = Removal::new(&node, change)?;
+        let removal = Removal::new(&node, change, wanted.handler.as_ref())?;
         if change.dry_run {
             say(removal.shown(&node));
             return Ok(());
         }
         if change.restart.is_some() && removal.changes_containerd() {
-            node.only_own_changes()?;
+            node.only_own_changes(&removal.drop_ins(&node))?;
         }
         let has_waited = (!removal.is_done() || removal.may_be_loaded(&node))
             && wait_for_pods(wanted, &removal, say).await?;
@@ -197,15 +223,10 @@ pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableErr
 /// Fails unless containerd's merged config has all other handlers, and none of this sandboxer.
 async fn verify(node: &NodeState, removal: &Removal, config: &Config) -> Result<(), String> {
     let after = node.containerd.dump().await?;
-    // A missing import of another file is no fault of this command; one of the drop-in is.
-    let (containerd, drop_in) = (&node.containerd, &node.drop_in.path);
-    if containerd.has_imports(drop_in).is_ok() && containerd.has_imports(Path::new("")).is_err() {
-        return Err(format!(
-            "containerd's config {} imports {} by its name and does not start without it: remove \
-             it from `imports`",
-            containerd.file.display(),
-            drop_in.display()
-        ));
+    // A missing import of another file is no fault of this command; one of a drop-in is.
+    let removed = removal.drop_ins(node);
+    if node.containerd.has_imports(&drop_in::paths(&removed)).is_ok() {
+        node.containerd.has_imports(&[])?;
     }
     let left = merged_config::all(&after, config);
     if removal.handlers.contains(&left.default) && !left.all.contains_key(&left.default) {
@@ -218,14 +239,15 @@ async fn verify(node: &NodeState, removal: &Removal, config: &Config) -> Result<
     // The drop-in, which is gone, may be what has named the sandboxer's socket.
     let before = node.merged.as_ref().ok();
     let proxy = before.and_then(|before| merged_config::proxy(before, config).ok());
-    let named = left.all.iter().find(|(_, handler)| {
+    let named = left.all.iter().filter(|(_, handler)| {
         let sandboxer = handler.get("sandboxer").and_then(Value::as_str);
         sandboxer.is_some() && sandboxer == proxy.as_deref()
     });
-    if let Some(name) = named.map(|(name, _)| name).or(left.ours.first()) {
+    let mut named = named.map(|(name, _)| name).chain(&left.ours).chain(&left.shim_only);
+    if let Some(name) = named.find(|name| removal.only.as_ref().is_none_or(|only| only == *name)) {
         return Err(format!(
-            "another file of containerd's config sets this sandboxer in runtime handler {name:?}: \
-             remove it there"
+            "another file of containerd's config sets this sandboxer or its shim in runtime \
+             handler {name:?}: remove it there"
         ));
     }
     let Some(before) = before else { return Ok(()) };
@@ -257,7 +279,10 @@ impl BlockingPods {
         has_time: bool,
     ) -> Result<Self, StepError> {
         let config = &subject.config;
-        let ours = pods::of_daemon(config).await?;
+        let ours = match removal.modes == [Mode::ShimOnly] {
+            true => Pods::new(),
+            false => pods::of_daemon(config).await?,
+        };
         let mut found = Self { pods: ours.clone(), ..Self::default() };
         if let Err(step) = found.add_pods_of_cri(config, removal, &ours).await {
             // A containerd that starts lists them later. A stopped one cannot, and the
@@ -326,8 +351,9 @@ impl BlockingPods {
             known => known.join(", "),
         };
         let mut reason = format!(
-            "{}: they need runtime handler {handlers}, and without it they can neither be stopped \
-             nor removed. Remove them, or use --wait",
+            "{}: they need runtime handler {handlers}, and without it their containers cannot be \
+             started again, and pods of the sandboxer can neither be stopped nor removed. Remove \
+             them, or use --wait",
             pods::shown(&self.pods)
         );
         if let Some((fact, command)) = removal.default_handler() {
@@ -408,7 +434,7 @@ async fn unload(
     };
     if !removal.changes_containerd() {
         // With changes this was checked before they were made.
-        node.only_own_changes()?;
+        node.only_own_changes(&removal.drop_ins(node))?;
     }
     let without = |known: &[String]| !lost.iter().any(|one| known.contains(one));
     if let Err(reason) = restart.load(changes, without).await {

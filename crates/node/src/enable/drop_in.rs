@@ -1,13 +1,13 @@
 //! The file that adds this sandboxer and its runtime handler to containerd's config.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use base::error::StepError;
 
 use toml::{Table, Value};
 
 use super::changes::FileState;
-use super::{EnableError, Enablement, HANDLER, refuse};
+use super::{EnableError, Enablement, Mode, refuse};
 use crate::check::containerd::{CRI_OF_2, IMAGES, RUNTIME, enabled, runtime_table};
 use crate::oci_image;
 
@@ -17,6 +17,8 @@ pub(super) struct DropInSettings<'a> {
     pub(super) wanted: &'a Enablement,
     /// The sandboxer's name in containerd.
     pub(super) sandboxer: &'a str,
+    /// The path of the shim, for the built-in controller.
+    pub(super) shim: Option<&'a str>,
     /// The handler whose settings it takes over.
     pub(super) base: &'a str,
     /// The settings of that handler.
@@ -26,6 +28,7 @@ pub(super) struct DropInSettings<'a> {
 /// The file at the drop-in's place, which need not exist.
 #[derive(Debug)]
 pub(super) struct DropIn {
+    pub(super) mode: Mode,
     pub(super) path: PathBuf,
     pub(super) state: Option<FileState>,
     pub(super) text: Option<String>,
@@ -36,10 +39,10 @@ impl DropIn {
     ///
     /// # Errors
     /// It cannot be read.
-    pub(super) fn read(path: PathBuf) -> Result<Self, StepError> {
+    pub(super) fn read(mode: Mode, path: PathBuf) -> Result<Self, StepError> {
         let state = FileState::read(&path)?;
         let text = state.as_ref().map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
-        Ok(Self { path, state, text })
+        Ok(Self { mode, path, state, text })
     }
 
     /// Whether `enable` has written it.
@@ -56,7 +59,7 @@ impl DropIn {
         let options = self.text.as_deref().and_then(enabled::options).unwrap_or_default();
         let named = options.iter().find_map(|option| option.strip_prefix("--handler "));
         let mut added = self.handlers();
-        added.retain(|name| name != kept && name != named.unwrap_or(HANDLER));
+        added.retain(|name| name != kept && name != named.unwrap_or(self.mode.handler()));
         if added.is_empty() {
             return Ok(());
         }
@@ -72,6 +75,11 @@ impl DropIn {
     pub(super) fn handlers(&self) -> Vec<String> {
         self.text.as_deref().map(handlers_of).unwrap_or_default()
     }
+}
+
+/// The paths of drop-ins.
+pub(super) fn paths<'a>(drop_ins: &[&'a DropIn]) -> Vec<&'a Path> {
+    drop_ins.iter().map(|drop_in| drop_in.path.as_path()).collect()
 }
 
 /// A line for each option of the command that has written the text and that `new` options undo. An
@@ -143,8 +151,12 @@ impl DropInSettings<'_> {
     pub(super) fn handler_table(&self) -> Table {
         let mut handler = taken_over(self.settings);
         handler.insert("sandboxer".to_owned(), self.sandboxer.into());
-        // From containerd 2.4 on; older versions ignore it.
-        handler.insert("disable_pause_image_pull".to_owned(), true.into());
+        let (key, value) = match self.shim {
+            Some(shim) => ("runtime_path", shim.into()),
+            // From containerd 2.4 on; older versions ignore it.
+            None => ("disable_pause_image_pull", true.into()),
+        };
+        handler.insert(key.to_owned(), value);
         handler
     }
 
@@ -158,9 +170,11 @@ impl DropInSettings<'_> {
         let is_2 = version == Some(2);
         let runtime = if is_2 { CRI_OF_2 } else { RUNTIME };
         let (mut table, wanted) = (Table::new(), self.wanted);
-        let socket = wanted.change.subject.config.socket.display().to_string();
-        set(&mut table, &["proxy_plugins", self.sandboxer, "type"], "sandbox");
-        set(&mut table, &["proxy_plugins", self.sandboxer, "address"], socket);
+        if self.shim.is_none() {
+            let socket = wanted.change.subject.config.socket.display().to_string();
+            set(&mut table, &["proxy_plugins", self.sandboxer, "type"], "sandbox");
+            set(&mut table, &["proxy_plugins", self.sandboxer, "address"], socket);
+        }
         let containerd = ["plugins", runtime, "containerd"];
         let handler = [&containerd[..], &["runtimes", &wanted.handler]].concat();
         set(&mut table, &handler, self.handler_table());
@@ -199,6 +213,7 @@ mod tests {
         let set = DropInSettings {
             wanted: &wanted,
             sandboxer: "pause-sandboxer",
+            shim: None,
             base: "runc",
             settings: &settings,
         };

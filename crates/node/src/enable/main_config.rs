@@ -9,7 +9,7 @@ use toml::{Table, Value};
 
 use super::changes::{Changes, FileChange, FileState};
 use super::{EnableError, toml_text};
-use crate::check::containerd::Main;
+use crate::check::containerd::{Main, Mode};
 
 /// The extension of the file as it was before `enable`.
 pub(super) const BACKUP: &str = "before-pause-sandboxer";
@@ -60,9 +60,9 @@ impl MainConfig {
         self.main.version_of_imports()
     }
 
-    /// Where the drop-in is, or has its place.
-    pub(super) fn drop_in(&self) -> PathBuf {
-        self.main.drop_in()
+    /// Where the drop-in of `mode` is, or has its place.
+    pub(super) fn drop_in(&self, mode: Mode) -> PathBuf {
+        self.main.drop_in(mode)
     }
 
     fn imports(&self, drop_in: &Path) -> bool {
@@ -135,19 +135,19 @@ impl MainConfig {
     }
 
     /// Adds the changes that undo [`MainConfig::import`]: the file as it was, if only that import
-    /// was added since. Otherwise, or if the directory has other files, the import stays.
+    /// was added since. Otherwise, or if the directory has files beside `removed`, the import stays.
     ///
     /// # Errors
     /// A file or the directory cannot be read.
     pub(super) fn undo_import(
         &self,
-        drop_in: &Path,
+        removed: &[&Path],
         changes: &mut Changes,
     ) -> Result<(), StepError> {
-        let directory = drop_in.parent().unwrap_or(Path::new("/"));
-        let (Some(text), false) = (&self.text, has_others(directory, drop_in)?) else {
+        let (Some(text), Some(drop_in)) = (&self.text, removed.first()) else { return Ok(()) };
+        if has_others(super::directory_of(drop_in), removed)? {
             return Ok(());
-        };
+        }
         if self.is_created(drop_in) {
             let removed = FileChange::new(self.path.clone(), None)?;
             changes.add(removed.read_as(self.state.as_ref()));
@@ -224,15 +224,17 @@ fn is_managed(line: &str) -> bool {
     line.starts_with('#') && ["managed by", "ansible managed"].iter().any(|by| line.contains(by))
 }
 
-/// Whether a directory has files that containerd reads, beside the drop-in.
-fn has_others(directory: &Path, drop_in: &Path) -> Result<bool, StepError> {
+/// Whether a directory has files that containerd reads, beside those of `removed`.
+fn has_others(directory: &Path, removed: &[&Path]) -> Result<bool, StepError> {
     let entries = match std::fs::read_dir(directory) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(false),
         entries => entries.step_at("read directory", directory)?,
     };
     for entry in entries {
         let path = entry.step_at("read directory", directory)?.path();
-        if path.extension().is_some_and(|ending| ending == "toml") && path != drop_in {
+        if path.extension().is_some_and(|ending| ending == "toml")
+            && !removed.contains(&path.as_path())
+        {
             return Ok(true);
         }
     }
@@ -270,7 +272,7 @@ mod tests {
         /// `enable`'s part.
         fn import(&self) -> PathBuf {
             let (main, mut changes) = (self.main(), Changes::default());
-            let drop_in = main.drop_in();
+            let drop_in = main.drop_in(Mode::Sandboxer);
             main.import(&drop_in, 3, None, &mut changes).unwrap();
             changes.apply().unwrap();
             fs::create_dir_all(drop_in.parent().unwrap()).unwrap();
@@ -281,7 +283,7 @@ mod tests {
         /// `disable`'s part.
         fn undo_import(&self, drop_in: &Path) {
             let mut changes = Changes::default();
-            self.main().undo_import(drop_in, &mut changes).unwrap();
+            self.main().undo_import(&[drop_in], &mut changes).unwrap();
             changes.apply().unwrap();
         }
     }
@@ -298,7 +300,7 @@ mod tests {
         ] {
             let etc = Etc::with(imports);
             assert_eq!(
-                etc.main().drop_in(),
+                etc.main().drop_in(Mode::Sandboxer),
                 etc.at(expected).join("pause-sandboxer.toml"),
                 "{imports}"
             );
@@ -306,7 +308,7 @@ mod tests {
         let etc = Etc::with("imports = ['a/*.toml', 'b/*.toml']");
         fs::create_dir(etc.at("b")).unwrap();
         fs::write(etc.at("b").join("pause-sandboxer.toml"), "").unwrap();
-        assert_eq!(etc.main().drop_in(), etc.at("b").join("pause-sandboxer.toml"));
+        assert_eq!(etc.main().drop_in(Mode::Sandboxer), etc.at("b").join("pause-sandboxer.toml"));
     }
 
     #[test]
@@ -360,7 +362,7 @@ mod tests {
         let main = etc.main();
         fs::write(etc.at("config.toml"), "root = '/x'\n").unwrap();
         let mut changes = Changes::default();
-        main.import(&main.drop_in(), 3, None, &mut changes).unwrap();
+        main.import(&main.drop_in(Mode::Sandboxer), 3, None, &mut changes).unwrap();
         changes.apply().unwrap_err();
         assert_eq!(etc.text(), "root = '/x'\n");
         assert!(!etc.at("config.toml.before-pause-sandboxer").exists());
@@ -378,7 +380,9 @@ mod tests {
         assert_eq!(etc.text(), "version = 3\n");
         fs::remove_file(etc.at("real.toml")).unwrap();
         let main = etc.main();
-        let error = main.import(&main.drop_in(), 3, None, &mut Changes::default()).unwrap_err();
+        let error = main
+            .import(&main.drop_in(Mode::Sandboxer), 3, None, &mut Changes::default())
+            .unwrap_err();
         let error = error.to_string();
         assert!(error.contains("a link to a file that does not exist"), "{error}");
     }
@@ -393,7 +397,7 @@ mod tests {
             (&("\n".repeat(HEAD) + "# Managed by Puppet\n"), false),
         ] {
             let main = Etc::with(text).main();
-            assert_eq!(main.managed(&main.drop_in()).is_some(), is_found, "{text}");
+            assert_eq!(main.managed(&main.drop_in(Mode::Sandboxer)).is_some(), is_found, "{text}");
         }
     }
 
@@ -401,11 +405,13 @@ mod tests {
     fn a_generated_file_is_refused() {
         let etc = Etc::with("# File generated by k3s. DO NOT EDIT. Use config.toml.tmpl.\n");
         let main = etc.main();
-        let error = main.import(&main.drop_in(), 3, None, &mut Changes::default()).unwrap_err();
+        let error = main
+            .import(&main.drop_in(Mode::Sandboxer), 3, None, &mut Changes::default())
+            .unwrap_err();
         assert!(error.to_string().contains("generated by k3s"), "{error}");
         let text = etc.text() + "imports = [\"conf.d/*.toml\"]\n";
         fs::write(etc.at("config.toml"), text).unwrap();
         let main = etc.main();
-        main.import(&main.drop_in(), 3, None, &mut Changes::default()).unwrap();
+        main.import(&main.drop_in(Mode::Sandboxer), 3, None, &mut Changes::default()).unwrap();
     }
 }

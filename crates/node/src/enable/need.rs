@@ -58,7 +58,7 @@ pub async fn need(change: &NodeChange) -> Result<Need, EnableError> {
         return Ok(Need { pods, ..Need::default() });
     }
     let node = NodeState::read(subject).await?;
-    let removal = Removal::new(&node, change)?;
+    let removal = Removal::new(&node, change, None)?;
     let BlockingPods { pods, unknown, .. } = BlockingPods::find(subject, &removal, false).await?;
     if let Some(reason) = unknown {
         return refuse(format!(

@@ -6,19 +6,20 @@ use base::config::Config;
 use containerd_api::cri::CriClient;
 use toml::Table;
 
-use super::drop_in::DropIn;
+use super::drop_in::{self, DropIn};
 use super::main_config::MainConfig;
-use super::trust::check_trusted;
 use super::{EnableError, RestartBy, refuse};
 use crate::check::Subject;
-use crate::check::containerd::{self as merged_config, NodeContainerd, same_file};
+use crate::check::containerd::{self as merged_config, Mode, NodeContainerd, same_file};
+use crate::trust::check_trusted;
 
 /// containerd, its files, and what it makes of them.
 #[derive(Debug)]
 pub(super) struct NodeState {
     pub(super) containerd: NodeContainerd,
     pub(super) main: MainConfig,
-    pub(super) drop_in: DropIn,
+    /// The drop-ins of [`Mode::ALL`], which need not exist.
+    pub(super) drop_ins: [DropIn; 2],
     /// containerd's merged config, or why it makes none.
     pub(super) merged: Result<Table, String>,
     /// The runtime handlers that the running containerd has loaded; `None`: CRI does not say.
@@ -34,13 +35,25 @@ impl NodeState {
         let containerd = NodeContainerd::find(subject);
         check_trusted(&containerd.file)?;
         let main = MainConfig::read(&containerd.file)?;
-        let drop_in = main.drop_in();
-        check_trusted(&drop_in)?;
-        let drop_in = DropIn::read(drop_in)?;
+        let read = |mode| {
+            let path = main.drop_in(mode);
+            check_trusted(&path)?;
+            DropIn::read(mode, path)
+        };
+        let drop_ins = [read(Mode::Sandboxer)?, read(Mode::ShimOnly)?];
         let merged = containerd.dump().await;
         let cri = CriClient::new(&subject.config.containerd_address);
         let loaded = loaded_handlers(&cri).await.ok();
-        Ok(Self { containerd, main, drop_in, merged, loaded })
+        Ok(Self { containerd, main, drop_ins, merged, loaded })
+    }
+
+    /// The drop-in of a mode.
+    pub(super) fn drop_in(&self, mode: Mode) -> &DropIn {
+        let [sandboxer, shim_only] = &self.drop_ins;
+        match mode {
+            Mode::Sandboxer => sandboxer,
+            Mode::ShimOnly => shim_only,
+        }
     }
 
     /// The handlers that containerd has loaded, and that its files no longer have; `None` if it
@@ -71,26 +84,27 @@ impl NodeState {
     }
 
     /// The files of containerd's config that were written after its start: whether commands of
-    /// this program have written one, and those that others have written.
+    /// this program have written one, and those that others have written. `own` are the drop-ins
+    /// that this command writes or removes.
     ///
     /// # Errors
     /// A file cannot be read.
-    pub(super) fn unread(&self, is_own_drop_in: bool) -> Result<(bool, Vec<PathBuf>), EnableError> {
-        let (mut own, mut edited) = (false, Vec::new());
+    pub(super) fn unread(&self, own: &[&DropIn]) -> Result<(bool, Vec<PathBuf>), EnableError> {
+        let (mut has_own, mut edited) = (false, Vec::new());
         for file in self.containerd.unread_files() {
             let is_own = if same_file(&file, &self.containerd.file) {
-                let edit = self.main.last_edit(&self.drop_in.path)?;
+                let edit = self.main.last_edit(&self.drop_in(Mode::Sandboxer).path)?;
                 edit.is_none_or(|moment| !self.containerd.is_older_than(moment))
             } else {
-                is_own_drop_in && same_file(&file, &self.drop_in.path)
+                own.iter().any(|drop_in| same_file(&file, &drop_in.path))
             };
             if is_own {
-                own = true;
+                has_own = true;
             } else {
                 edited.push(file);
             }
         }
-        Ok((own, edited))
+        Ok((has_own, edited))
     }
 
     /// Fails if other programs have edited files that containerd has not read: a restart would
@@ -112,13 +126,13 @@ impl NodeState {
     }
 
     /// Fails if a restart by `disable` would apply edits of other programs, or if containerd would
-    /// not start with them. `disable` removes the drop-in itself.
+    /// not start with them. `disable` removes the drop-ins `removed` itself.
     ///
     /// # Errors
     /// The files, and what to do first.
-    pub(super) fn only_own_changes(&self) -> Result<(), EnableError> {
-        self.containerd.has_imports(&self.drop_in.path)?;
-        self.no_edits(&self.unread(true)?.1)
+    pub(super) fn only_own_changes(&self, removed: &[&DropIn]) -> Result<(), EnableError> {
+        self.containerd.has_imports(&drop_in::paths(removed))?;
+        self.no_edits(&self.unread(removed)?.1)
     }
 }
 

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::EnableError;
 use super::changes::{Changes, FileChange};
-use super::trust::check_trusted;
 use crate::check::systemd::{UNITS, unquoted};
+use crate::trust::check_trusted;
 
 /// Directory of systemd's units that an administrator has added.
 const DIRECTORY: &str = "/etc/systemd/system";

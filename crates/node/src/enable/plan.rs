@@ -7,8 +7,9 @@ use toml::{Table, Value};
 use super::drop_in::{self, DropInSettings};
 use super::main_config::MainConfig;
 use super::{EnableError, Enablement, refuse};
-use crate::check::containerd::{self as node, IMAGES, RUNTIME, enabled};
+use crate::check::containerd::{self as node, IMAGES, Mode, RUNTIME, enabled, shim_only};
 use base::config::Config;
+use base::error::IoContext as _;
 use base::runtime::check_served;
 
 /// The handler whose settings are taken over where the default one's cannot be.
@@ -20,6 +21,9 @@ const RUNTIME_OF_RUNC: &str = "io.containerd.runc.v2";
 /// The sandboxer's name in a config that does not have it yet.
 const SANDBOXER: &str = "pause-sandboxer";
 
+/// The name of containerd's built-in controller.
+const BUILT_IN: &str = "podsandbox";
+
 /// The config version that every containerd 2 reads.
 const COMMON_VERSION: i64 = 3;
 
@@ -27,6 +31,8 @@ const COMMON_VERSION: i64 = 3;
 #[derive(Debug)]
 pub(super) struct HandlerPlan {
     pub(super) sandboxer: String,
+    /// The shim beside this program, for the built-in controller.
+    pub(super) shim: Option<String>,
     base: String,
     pub(super) settings: Table,
     /// containerd's merged config before the change.
@@ -46,17 +52,13 @@ impl HandlerPlan {
         old: Option<&str>,
     ) -> Result<Self, EnableError> {
         let config = &wanted.change.subject.config;
-        let sandboxer = match node::proxy(&before, config) {
-            Ok(name) => name,
-            Err(_) => {
-                refuse_other_daemon(&before, old, &config.socket)?;
-                SANDBOXER.to_owned()
-            }
-        };
+        let (sandboxer, shim) = controller(wanted, &before, old)?;
         let known = node::all(&before, config);
         let own_handlers = old.map(drop_in::handlers_of).unwrap_or_default();
-        let is_ours = |name: &String| known.ours.contains(name) || own_handlers.contains(name);
-        if known.all.contains_key(&wanted.handler) && !is_ours(&wanted.handler) {
+        let is_ours = |name: &String| known.has(name) || own_handlers.contains(name);
+        let is_own = known.of(wanted.mode).contains(&wanted.handler)
+            || own_handlers.contains(&wanted.handler);
+        if known.all.contains_key(&wanted.handler) && !is_own {
             return refuse(format!(
                 "runtime handler {:?} belongs to another sandboxer: use --handler NAME with \
                  another name",
@@ -100,8 +102,11 @@ impl HandlerPlan {
         check_served(runtime).map_err(|reason| {
             format!("the settings of runtime handler {base:?} cannot be copied: {reason}")
         })?;
+        if shim.is_some() && runtime != RUNTIME_OF_RUNC {
+            return refuse(format!("runtime handler {base:?} has options of another runtime"));
+        }
         let replaced = old.map(|_| own_handlers);
-        Ok(Self { sandboxer, base, settings, before, replaced })
+        Ok(Self { sandboxer, shim, base, settings, before, replaced })
     }
 
     /// containerd's merged config before the change.
@@ -132,6 +137,7 @@ impl HandlerPlan {
         DropInSettings {
             wanted,
             sandboxer: &self.sandboxer,
+            shim: self.shim.as_deref(),
             base: &self.base,
             settings: &self.settings,
         }
@@ -144,10 +150,12 @@ impl HandlerPlan {
     /// The setting that is different.
     pub(super) fn verify(&self, wanted: &Enablement, after: &Table) -> Result<(), String> {
         let config = &wanted.change.subject.config;
-        node::proxy(after, config).map_err(|finding| finding.fact)?;
+        if wanted.mode == Mode::Sandboxer {
+            node::proxy(after, config).map_err(|finding| finding.fact)?;
+        }
         let known = node::all(after, config);
         let there = known.all.get(&wanted.handler);
-        if !known.ours.contains(&wanted.handler) {
+        if !known.of(wanted.mode).contains(&wanted.handler) {
             let handler = &wanted.handler;
             return Err(format!("containerd's merged config has no runtime handler {handler:?}"));
         }
@@ -178,6 +186,24 @@ impl HandlerPlan {
         own.push(wanted.handler.clone());
         unchanged(&self.before, after, &own, self.replaced.is_none(), config)
     }
+}
+
+/// The sandboxer of the handler, and the shim that it names.
+fn controller(
+    wanted: &Enablement,
+    before: &Table,
+    old: Option<&str>,
+) -> Result<(String, Option<String>), EnableError> {
+    let config = &wanted.change.subject.config;
+    if wanted.mode == Mode::ShimOnly {
+        let shim = shim_only::program().step("find shim beside this program")?;
+        return Ok((BUILT_IN.to_owned(), Some(shim.display().to_string())));
+    }
+    if let Ok(name) = node::proxy(before, config) {
+        return Ok((name, None));
+    }
+    refuse_other_daemon(before, old, &config.socket)?;
+    Ok((SANDBOXER.to_owned(), None))
 }
 
 /// Fails if the name of a new proxy plugin is taken by one that the drop-in `old` does not define:
@@ -357,6 +383,35 @@ mod tests {
             error.contains("runtime handler \"nvidia\" belongs to another sandboxer"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_handler_of_the_shim_has_the_built_in_controller() {
+        let small = Mode::ShimOnly.handler().to_owned();
+        let wanted = Enablement { mode: Mode::ShimOnly, handler: small, ..enablement() };
+        let made = plan(&wanted, "runc", None).unwrap();
+        let text = made.contents(&wanted).text(None).unwrap();
+        let table: Table = text.parse().unwrap();
+        assert!(!table.contains_key("proxy_plugins"), "{text}");
+        let handler = &table["plugins"][RUNTIME]["containerd"]["runtimes"]["runc-small"];
+        let shim = shim_only::program().unwrap().display().to_string();
+        let expected = format!(
+            "runtime_type = 'io.containerd.runc.v2'\nsandboxer = 'podsandbox'\n\
+             runtime_path = '{shim}'\noptions = {{ SystemdCgroup = true }}\n"
+        );
+        assert_eq!(handler.as_table(), Some(&expected.parse().unwrap()));
+        assert_eq!(enabled::options(&text).unwrap(), ["--shim-only"]);
+        // Neither mode takes over the handler of the other, nor its settings.
+        let mut merged = merged("runc-small");
+        let runtimes = &mut merged["plugins"][RUNTIME]["containerd"]["runtimes"];
+        runtimes.as_table_mut().unwrap().insert("runc-small".to_owned(), handler.clone());
+        let plan = |wanted: &Enablement| HandlerPlan::new(wanted, merged.clone(), None);
+        assert_eq!(plan(&wanted).unwrap().base, "runc");
+        assert_eq!(plan(&enablement()).unwrap().base, "runc");
+        let other = Enablement { mode: Mode::Sandboxer, ..wanted.clone() };
+        assert!(plan(&other).unwrap_err().to_string().contains("belongs to another sandboxer"));
+        let kata = Enablement { options_of: Some("kata".to_owned()), ..wanted };
+        assert!(plan(&kata).is_err());
     }
 
     #[test]

@@ -99,13 +99,14 @@ fn entries(directory: &Path, step: &'static str) -> Result<Vec<PathBuf>, StepErr
     entries.map(|entry| Ok(entry.step_at(step, directory)?.path())).collect()
 }
 
-/// Fails if a pod needs one of the handlers that containerd loses.
+/// Fails if a pod needs one of the handlers that containerd loses. `own` are those of the drop-in.
 ///
 /// # Errors
 /// The pods, and what keeps their handler.
 pub(super) async fn keep_handlers_in_use(
     config: &Config,
     lost: &[String],
+    own: &[String],
 ) -> Result<(), EnableError> {
     let cri = CriClient::new(&config.containerd_address);
     for name in lost {
@@ -115,7 +116,7 @@ pub(super) async fn keep_handlers_in_use(
         }
         let ours = of_daemon(config).await?;
         // Only the file that defines a handler restores it.
-        let way = if left.keys().all(|id| ours.contains_key(id)) {
+        let way = if own.contains(name) || left.keys().all(|id| ours.contains_key(id)) {
             format!("keep the handler with --handler {name}")
         } else {
             "restore the config file that defines it".to_owned()

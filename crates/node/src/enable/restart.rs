@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::changes::Changes;
 use super::node_state::loaded_handlers;
-use super::{EnableError, Say};
+use super::{EnableError, NodeChange, Say};
 use crate::check::Subject;
 use crate::check::containerd::NodeContainerd;
 use crate::check::systemd;
@@ -146,20 +146,30 @@ pub(super) async fn reload_units(within: Duration, say: Say<'_>) {
     }
 }
 
-/// Restarts the daemon, if systemd runs it; whether it does.
+/// Lets the daemon read its settings, if systemd runs it; whether it does.
 ///
 /// # Errors
-/// The command failed.
-pub(super) async fn restart_daemon(within: Duration) -> Result<bool, String> {
-    if !systemd_runs() {
+/// The restart failed, and the changes are rolled back.
+pub(super) async fn restart_daemon(
+    change: &NodeChange,
+    changes: &Changes,
+    say: Say<'_>,
+) -> Result<bool, EnableError> {
+    let active = ["--quiet", "is-active", systemd::SERVICE];
+    if change.restart.is_none()
+        || !systemd_runs()
+        || !Command::new("systemctl").args(active).status().await.is_ok_and(|it| it.success())
+    {
+        let said = "the settings of pause-sandboxer have changed: restart it; pods keep running";
+        say(said.to_owned());
         return Ok(false);
     }
-    let asked =
-        Command::new("systemctl").args(["--quiet", "is-active", systemd::SERVICE]).status().await;
-    if !asked.is_ok_and(|status| status.success()) {
-        return Ok(false);
+    if let Err(reason) = restart_daemon_again(change.within).await {
+        let error = changes.roll_back(&reason);
+        return Err(daemon_after_rollback(error, change.within).await);
     }
-    restart_daemon_again(within).await.map(|()| true)
+    say("restarted pause-sandboxer; pods keep running".to_owned());
+    Ok(true)
 }
 
 async fn restart_daemon_again(within: Duration) -> Result<(), String> {

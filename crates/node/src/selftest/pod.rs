@@ -44,6 +44,8 @@ pub(super) type Timing = (&'static str, Duration);
 pub(super) struct PodPlan {
     /// The runtime handler.
     pub(super) handler: String,
+    /// Whether the daemon makes its pods.
+    pub(super) has_daemon: bool,
     /// Whether runc makes its cgroups by systemd.
     pub(super) systemd_cgroup: bool,
     /// Where runc has the state of its container.
@@ -205,7 +207,7 @@ impl TestPod {
                     steps.check(self.cri.stop_pod(&pod.id).await);
                     steps.check(self.cri.remove_pod(&pod.id).await);
                 }
-                if pods.is_empty() {
+                if pods.is_empty() && self.plan.has_daemon {
                     steps.check(self.remove_forgotten(config).await);
                 }
             }

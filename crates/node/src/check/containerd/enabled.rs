@@ -18,6 +18,36 @@ const BASE: &str = "# The handler has the settings of runtime handler ";
 /// The option that makes the handler the node's default.
 pub(crate) const DEFAULT: &str = "--default";
 
+/// Who makes the pods of a runtime handler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// This sandboxer.
+    Sandboxer,
+    /// containerd's built-in controller, with this project's shim.
+    ShimOnly,
+}
+
+impl Mode {
+    /// Both: each has a drop-in of its own.
+    pub(crate) const ALL: [Self; 2] = [Self::Sandboxer, Self::ShimOnly];
+
+    /// The handler's usual name.
+    pub const fn handler(self) -> &'static str {
+        match self {
+            Self::Sandboxer => "runc-pause",
+            Self::ShimOnly => "runc-small",
+        }
+    }
+
+    /// The name of the drop-in.
+    pub(super) fn drop_in(self) -> &'static str {
+        match self {
+            Self::Sandboxer => "pause-sandboxer.toml",
+            Self::ShimOnly => "pause-sandboxer-runc-shim.toml",
+        }
+    }
+}
+
 /// The first lines of a drop-in.
 pub(crate) fn head(options: &[String], base: &str) -> String {
     format!("{MARK}{OPTIONS}{}\n{BASE}{base}\n", words(options))
@@ -43,9 +73,10 @@ pub(crate) fn command(options: &[String]) -> String {
 
 /// The command that repeats the last `enable`, by the drop-in of a config file.
 pub(super) fn last_command(file: &Path) -> String {
-    let drop_in = Main::read(file).map(|main| main.drop_in());
-    let text = drop_in.and_then(std::fs::read_to_string).unwrap_or_default();
-    command(&options(&text).unwrap_or_default())
+    let main = Main::read(file).ok();
+    let drop_ins = main.iter().flat_map(|main| Mode::ALL.map(|mode| main.drop_in(mode)));
+    let mut texts = drop_ins.filter_map(|path| std::fs::read_to_string(path).ok());
+    command(&texts.find_map(|text| options(&text)).unwrap_or_default())
 }
 
 fn words(options: &[String]) -> String {
@@ -64,6 +95,10 @@ mod tests {
         std::fs::create_dir(dir.path().join("more")).unwrap();
         assert_eq!(last_command(&main), ENABLE);
         let path = dir.path().join("more/pause-sandboxer.toml");
+        let shim_only = dir.path().join("more/pause-sandboxer-runc-shim.toml");
+        std::fs::write(&shim_only, head(&["--shim-only".to_owned()], "runc")).unwrap();
+        assert_eq!(last_command(&main), command(&["--shim-only".to_owned()]));
+        std::fs::remove_file(&shim_only).unwrap();
         for all in [&[][..], &["--default"], &["--offline", "--handler a", "--options-of b--c"]] {
             let all: Vec<String> = all.iter().map(ToString::to_string).collect();
             let text = head(&all, "nvidia") + "version = 3\n";

@@ -8,13 +8,10 @@ use std::time::SystemTime;
 use toml::{Table, Value};
 
 use super::super::Finding;
-use super::{CONFIG, CRI_OF_2, RUNTIME};
+use super::{CONFIG, CRI_OF_2, Mode, RUNTIME};
 
 /// The directory that is imported if none is.
 const DIRECTORY: &str = "conf.d";
-
-/// Name of the drop-in.
-const DROP_IN: &str = "pause-sandboxer.toml";
 
 /// The runtime handlers of CRI's settings in the section of `plugin`.
 pub(crate) fn runtime_table<'a>(table: &'a Table, plugin: &str) -> Option<&'a Table> {
@@ -82,8 +79,9 @@ impl Main {
         self.imported().iter().any(|imported| Some(imported.as_path()) == drop_in.parent())
     }
 
-    /// Where the drop-in is, or has its place.
-    pub(crate) fn drop_in(&self) -> PathBuf {
+    /// Where the drop-in of `mode` is, or has its place.
+    pub(crate) fn drop_in(&self, mode: Mode) -> PathBuf {
+        let name = mode.drop_in();
         let own = self.directory().join(DIRECTORY);
         let imported = self.imported();
         let place = match imported.first() {
@@ -91,15 +89,15 @@ impl Main {
             _ => &own,
         };
         // A drop-in that is imported comes before one that nothing imports.
-        let mut all = imported.iter().chain([&own]).map(|directory| directory.join(DROP_IN));
-        all.find(|path| path.exists()).unwrap_or_else(|| place.join(DROP_IN))
+        let mut all = imported.iter().chain([&own]).map(|directory| directory.join(name));
+        all.find(|path| path.exists()).unwrap_or_else(|| place.join(name))
     }
 
     /// Imported files that do not exist: `config dump` ignores them, and containerd does not start.
-    /// `written` is one that is about to exist.
-    pub(super) fn missing_imports(&self, written: Option<&Path>) -> Vec<Finding> {
+    /// `written` are about to exist.
+    pub(super) fn missing_imports(&self, written: &[&Path]) -> Vec<Finding> {
         let missing = self.imports().filter(|path| !is_pattern(path) && !path.exists());
-        let missing = missing.filter(|path| Some(path.as_path()) != written);
+        let missing = missing.filter(|path| !written.contains(&path.as_path()));
         missing
             .map(|path| {
                 let fact = format!(
@@ -241,8 +239,7 @@ mod tests {
         std::fs::write(dir.path().join("there.toml"), "").unwrap();
         let mut main = main("imports = ['there.toml', 'no/*.toml', '/nowhere/x.toml', 'y.toml']");
         main.path = dir.path().join("c.toml");
-        let facts: Vec<String> =
-            main.missing_imports(None).iter().map(|f| f.fact.clone()).collect();
+        let facts: Vec<String> = main.missing_imports(&[]).iter().map(|f| f.fact.clone()).collect();
         assert_eq!(facts.len(), 2, "{facts:?}");
         assert!(facts[0].contains("imports /nowhere/x.toml, which does not exist"), "{facts:?}");
         assert!(facts[1].contains("/y.toml, which does not exist"), "{facts:?}");

@@ -96,15 +96,15 @@ impl NodeContainerd {
         Ok(table)
     }
 
-    /// Fails if its config file imports a file that does not exist, other than `written`, which is
+    /// Fails if its config file imports a file that does not exist, other than `written`, which are
     /// about to be written. [`NodeContainerd::dump`] does not show that.
     ///
     /// # Errors
     /// The finding of `check`.
-    pub(crate) fn has_imports(&self, written: &Path) -> Result<(), String> {
+    pub(crate) fn has_imports(&self, written: &[&Path]) -> Result<(), String> {
         // The caller that needs the file reports that it cannot be read.
         let Ok(main) = Main::read(&self.file) else { return Ok(()) };
-        let missing = main.missing_imports(Some(written));
+        let missing = main.missing_imports(written);
         match missing.first() {
             Some(finding) => Err(format!("{}; {}", finding.fact, finding.advice)),
             None => Ok(()),
@@ -128,18 +128,10 @@ impl NodeContainerd {
         self.started.is_some_and(|started| started < moment)
     }
 
-    /// Fails unless the program is a containerd that supports external sandboxers.
-    ///
-    /// # Errors
-    /// The version, or why the program is no containerd, and the remedy.
-    pub(crate) async fn supported(&self) -> Result<(), String> {
-        self.release().await.map(drop)
-    }
-
     /// The release of the program.
     ///
     /// # Errors
-    /// As of [`NodeContainerd::supported`].
+    /// It is no containerd that supports external sandboxers: the version, or why, and the remedy.
     pub(crate) async fn release(&self) -> Result<Release, String> {
         let (finding, release) = super::examine_program(&self.program).await;
         release.ok_or_else(|| format!("containerd: {}; {}", finding.fact, finding.advice))

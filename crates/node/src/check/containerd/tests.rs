@@ -213,8 +213,8 @@ async fn without_containerd_at_the_address_enable_is_a_remedy() {
         subject.containerd_program = Some(program.to_owned());
         let node = NodeContainerd::find(&subject);
         let shims =
-            |_| -> Pin<Box<dyn Future<Output = Vec<Finding>>>> { Box::pin(async { vec![] }) };
-        let found = examine(&subject, &node, false, &shims).await;
+            |_, _| -> Pin<Box<dyn Future<Output = Vec<Finding>>>> { Box::pin(async { vec![] }) };
+        let found = examine(&subject, &node, Some(false), &shims).await;
         let problem = found.iter().find(|finding| finding.level == Level::Fail).unwrap();
         let remedy = "; if one runs with another address, as in k3s, pause-sandboxer enable \
                       --restart finds it";

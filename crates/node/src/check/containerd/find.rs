@@ -5,9 +5,8 @@ use std::path::{Path, PathBuf};
 
 use base::config::Config;
 
-use super::{EnableError, refuse};
-use crate::check::Subject;
-use crate::check::containerd::NodeContainerd;
+use super::super::Subject;
+use super::NodeContainerd;
 
 /// An address at which the containerd of a distribution listens.
 #[derive(Debug)]
@@ -67,7 +66,7 @@ const PLACES: &[Place] = &[
 ///
 /// # Errors
 /// Several run.
-pub(super) fn address(config: &Config, subject: &Subject) -> Result<Option<PathBuf>, EnableError> {
+pub(crate) fn address(config: &Config, subject: &Subject) -> Result<Option<PathBuf>, String> {
     if config.containerd_address != Config::default().containerd_address {
         return Ok(Some(config.containerd_address.clone()));
     }
@@ -86,7 +85,7 @@ struct Found {
     unit: String,
 }
 
-fn one_of(all: impl Iterator<Item = Found>) -> Result<Option<PathBuf>, EnableError> {
+fn one_of(all: impl Iterator<Item = Found>) -> Result<Option<PathBuf>, String> {
     let mut found: Vec<Found> = Vec::new();
     for one in all {
         // An address can be a link to another.
@@ -100,7 +99,7 @@ fn one_of(all: impl Iterator<Item = Found>) -> Result<Option<PathBuf>, EnableErr
     let shown = found.iter().map(|Found { address, pid, unit }| {
         format!("{} (process {pid} of {unit})", address.display())
     });
-    refuse(format!(
+    Err(format!(
         "{} containerds run: {}: choose kubelet's with --containerd-address ADDRESS",
         found.len(),
         shown.collect::<Vec<_>>().join(", ")
@@ -108,16 +107,16 @@ fn one_of(all: impl Iterator<Item = Found>) -> Result<Option<PathBuf>, EnableErr
 }
 
 /// The addresses that were searched, for messages.
-pub(super) fn known() -> String {
+pub(crate) fn known() -> String {
     let shown = PLACES.iter().map(|place| format!("{} ({})", place.address, place.used_by));
     shown.collect::<Vec<_>>().join(", ")
 }
 
 /// Why the config `file` of the containerd at `address` is not edited, and what to do instead;
 /// `None`: nothing is known to generate it.
-pub(super) fn generated(address: &Path, file: &Path, unit: &str) -> Option<String> {
+pub(crate) fn generated(address: &Path, file: &Path, unit: &str) -> Option<String> {
     let place = PLACES.iter().find(|place| Path::new(place.address) == address)?;
-    let (template, directory) = (place.template.as_ref()?, super::directory_of(file));
+    let (template, directory) = (place.template.as_ref()?, file.parent().unwrap_or(Path::new("/")));
     Some(format!(
         "containerd's config {} is generated at each start by {}, and imports no directory: make \
          imports = [\"{}/*.toml\"] the first line of {}, restart {unit}, and run this command \
@@ -145,7 +144,7 @@ mod tests {
         let link = [found("/a", 7, "k3s.service"), found("/b", 7, "k3s.service")];
         assert_eq!(one_of(link.into_iter()).unwrap(), Some("/a".into()));
         let two = [found("/a", 7, "containerd.service"), found("/b", 8, "k3s.service")];
-        let error = one_of(two.into_iter()).unwrap_err().to_string();
+        let error = one_of(two.into_iter()).unwrap_err();
         assert_eq!(
             error,
             "2 containerds run: /a (process 7 of containerd.service), /b (process 8 of \

@@ -26,7 +26,7 @@ const LINKS_MAX: usize = 40;
 ///
 /// # Errors
 /// The path that others can write, and by what.
-pub(super) fn check_trusted(path: &Path) -> Result<(), StepError> {
+pub(crate) fn check_trusted(path: &Path) -> Result<(), StepError> {
     let path = std::path::absolute(path).step_at(STEP, path)?;
     let (mut at, mut links) = (PathBuf::from("/"), 0);
     let mut rest = parts(&path);
