@@ -5,15 +5,18 @@ use std::process::Command;
 
 use toml::{Table, Value};
 
-const DROP_IN: &str =
-    concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
-
 /// Returns `main` merged with the drop-in, as `containerd config dump` prints it.
 fn merged(main: &str) -> Table {
+    merged_with("pause-sandboxer", main)
+}
+
+fn merged_with(drop_in: &str, main: &str) -> Table {
+    let root = env!("CARGO_MANIFEST_DIR");
     let parts = kit::Parts::get().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("config.toml");
-    fs::write(&path, format!("imports = [\"{DROP_IN}\"]\n{main}")).unwrap();
+    fs::write(&path, format!("imports = [\"{root}/packaging/containerd/{drop_in}.toml\"]\n{main}"))
+        .unwrap();
     let dump = Command::new(parts.program("containerd"))
         .arg("--config")
         .arg(&path)
@@ -87,4 +90,20 @@ fn into_a_config_of_version_2_with_handlers_it_would_hide_them() {
         .iter()
         .any(|begin| version.split(' ').nth(2).unwrap().trim_start_matches('v').starts_with(begin));
     assert_eq!(hidden, old, "{version}");
+}
+
+/// The drop-in of the shim alone.
+#[test]
+fn the_shim_alone_has_the_built_in_controller() {
+    let page = super::file("docs/shim.md");
+    for main in ["version = 3\n", "version = 2\n"] {
+        let merged = merged_with("pause-sandboxer-runc-shim", main);
+        let handler = &runtime(&merged)["containerd"]["runtimes"]["runc-small"];
+        assert_eq!(handler["runtime_type"].as_str(), Some("io.containerd.runc.v2"));
+        let path = handler["runtime_path"].as_str().unwrap();
+        assert!(path.starts_with("/usr/bin/") && page.contains(&format!("`{path}`")), "{path}");
+        let sandboxer = handler.get("sandboxer").and_then(Value::as_str).unwrap_or_default();
+        assert!(["", "podsandbox"].contains(&sandboxer), "{sandboxer}");
+        assert!(runtime(&merged)["containerd"]["runtimes"].get("runc").is_some());
+    }
 }

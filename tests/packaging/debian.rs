@@ -12,6 +12,7 @@ use super::file;
 
 mod other_installation;
 mod removal;
+mod shim;
 mod state_dir;
 
 #[path = "../../examples/package-files.rs"]

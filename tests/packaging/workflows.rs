@@ -73,5 +73,5 @@ fn the_page_lists_the_files_of_a_release() {
     let list = String::from_utf8(output.stdout).unwrap();
     let missing: Vec<&str> =
         list.lines().filter(|name| !page.contains(&format!("`{name}`"))).collect();
-    assert!(list.lines().count() == 9 && missing.is_empty(), "{missing:?}");
+    assert!(list.lines().count() == 12 && missing.is_empty(), "{missing:?}");
 }
