@@ -11,7 +11,7 @@ use kit::{Container, ContainerSpec, Pod, PodSpec};
 use crate::account::{cpu_time, switches};
 use crate::report::Report;
 use crate::samples::{Samples, order};
-use crate::setup::{BUILTIN, OURS, Setup, Target};
+use crate::setup::{BUILTIN, BUILTIN_WITH, OURS, Setup, Target};
 use crate::{Plan, pods, streams};
 
 /// Until shims and Go runtimes are idle.
@@ -35,8 +35,8 @@ struct Batch {
 
 pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     let mut batches = Vec::new();
-    let rust_shim = Target::builtin_with_rust_shim();
-    for target in [setup.target(BUILTIN), &rust_shim, setup.target(OURS)] {
+    let [rust_shim, own_shim] = &BUILTIN_WITH;
+    for target in [setup.target(BUILTIN), rust_shim, own_shim, setup.target(OURS)] {
         batches.push(Batch::start(setup, target, plan.containers).await?);
     }
     memory(&batches, report)?;

@@ -92,9 +92,11 @@ fn main() -> Result<()> {
         ["profile"] => runtime.block_on(profile::run()),
         [] => runtime.block_on(measure(FULL)),
         ["--quick"] => runtime.block_on(measure(QUICK)),
-        // One of the parts, for work on it; no report.
-        ["--only", part] => runtime.block_on(only(part)),
-        other => bail!("unknown words {other:?}: nothing, --quick, --only PART, budget or profile"),
+        // Some of the parts, for work on them; no report.
+        ["--only", parts @ ..] => runtime.block_on(only(parts)),
+        other => {
+            bail!("unknown words {other:?}: nothing, --quick, --only PART..., budget or profile")
+        }
     }
 }
 
@@ -112,11 +114,13 @@ async fn measure(plan: Plan) -> Result<()> {
     report.finish(begun.elapsed())
 }
 
-async fn only(part: &str) -> Result<()> {
+async fn only(parts: &[&str]) -> Result<()> {
     let mut report = Report::new();
     let plan = QUICK;
     let mut setup = Setup::new().await?;
-    run_part(part, &mut setup, &plan, &mut report).await?;
+    for part in parts {
+        run_part(part, &mut setup, &plan, &mut report).await?;
+    }
     drop(setup);
     report.print();
     Ok(())

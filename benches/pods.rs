@@ -9,7 +9,7 @@ use kit::{ContainerSpec, Handler, Pod, PodSpec};
 use crate::Plan;
 use crate::report::Report;
 use crate::samples::{Samples, order};
-use crate::setup::{BUILTIN, FLOOR, OURS, Setup, Target};
+use crate::setup::{BUILTIN, BUILTIN_WITH, FLOOR, OURS, Setup, Target};
 
 /// Runs a pod, and says how long CRI took.
 pub(crate) async fn run(setup: &Setup, target: &Target, spec: PodSpec) -> Result<(Pod, Duration)> {
@@ -94,7 +94,7 @@ impl Laps {
 
 pub(crate) async fn cycles(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     let with_containers = setup.targets.iter().filter(|target| target.runs_containers).cloned();
-    let targets: Vec<Target> = with_containers.chain([Target::builtin_with_rust_shim()]).collect();
+    let targets: Vec<Target> = with_containers.chain(BUILTIN_WITH).collect();
     let mut cycles = vec![Samples::default(); targets.len()];
     let mut calls = vec![vec![Samples::default(); CALLS.len()]; targets.len()];
     for round in 0..=plan.pods {

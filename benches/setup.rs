@@ -2,7 +2,7 @@
 //! daemons.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,14 +13,16 @@ use protobuf::Message;
 use serde_json::json;
 
 use crate::account::Account;
-use crate::daemon::Daemon;
+use crate::daemon::{BINARY, Daemon};
 use crate::netns;
 
 /// containerd's own controller.
 pub(crate) const BUILTIN: &str = "builtin";
-/// The same with the shim of containerd's rust-extensions in place of `containerd-shim-runc-v2`.
-pub(crate) const BUILTIN_RUST_SHIM: &str = "builtin_rust_shim";
-/// That shim, which `make bench` installs from crates.io.
+/// The same with other shims in place of `containerd-shim-runc-v2`, which are of interest with
+/// containers only: that of containerd's rust-extensions, and this project's.
+pub(crate) const BUILTIN_WITH: [Target; 2] =
+    [Target::named("builtin_rust_shim"), Target::named("builtin_own_shim")];
+/// The former, which `make bench` installs from crates.io.
 const RUST_SHIM: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/target/tools/bin/containerd-shim-runc-v2-rs");
 /// This project's with its native driver.
@@ -43,11 +45,6 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// The built-in controller with the Rust shim, which is of interest with containers only.
-    pub(crate) const fn builtin_with_rust_shim() -> Self {
-        Self::named(BUILTIN_RUST_SHIM)
-    }
-
     /// The one of this name, in whose pods containers run.
     pub(crate) const fn named(name: &'static str) -> Self {
         Self { name, runs_containers: true }
@@ -86,10 +83,13 @@ impl Setup {
     pub(crate) async fn new() -> Result<Self> {
         let names: Vec<&'static str> =
             DAEMONS.iter().map(|(name, _)| *name).chain([FLOOR]).collect();
-        let handlers = names.iter().map(|name| handler(name)).chain([rust_shim_handler()]);
+        let handlers = names.iter().map(|name| handler(name)).chain(shim_handlers());
         let containerd_config = handlers.collect();
         let node =
             Node::start(Options { containerd_config, lean: true, ..Options::default() }).await?;
+        // A file of its own: shims of one file share pages, and those of `OURS` are measured too.
+        let own = Path::new(BINARY).with_file_name(kit::shim::NAME);
+        std::fs::copy(own, node.layout().top.join(kit::shim::NAME)).context("copy the shim")?;
         let mut daemons = BTreeMap::from([(FLOOR, Daemon::floor(&node)?)]);
         for (name, settings) in DAEMONS {
             daemons.insert(name, Daemon::ours(&node, name, settings)?);
@@ -175,9 +175,12 @@ impl Setup {
     }
 }
 
-/// containerd's config of the handler of [`BUILTIN_RUST_SHIM`].
-fn rust_shim_handler() -> String {
-    runtime(BUILTIN_RUST_SHIM, &format!("runtime_path = \"{RUST_SHIM}\""))
+/// containerd's config of the handlers of [`BUILTIN_WITH`].
+fn shim_handlers() -> [String; 2] {
+    let [rust, own] = BUILTIN_WITH.map(|target| target.name);
+    let copy = format!("{{top}}/{}", kit::shim::NAME);
+    [(rust, RUST_SHIM), (own, &copy)]
+        .map(|(name, path)| runtime(name, &format!("runtime_path = \"{path}\"")))
 }
 
 /// containerd's config of one more handler and its sandboxer.

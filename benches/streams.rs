@@ -9,7 +9,7 @@ use kit::{Container, ContainerSpec, Pod, PodSpec};
 
 use crate::report::Report;
 use crate::samples::{median, order};
-use crate::setup::{BUILTIN, OURS, Setup, Target};
+use crate::setup::{BUILTIN, BUILTIN_WITH, OURS, Setup, Target};
 use crate::{Plan, pods};
 
 /// Megabytes that one container writes, or one exec reads.
@@ -25,9 +25,9 @@ struct Subject {
 }
 
 pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
-    let rust_shim = Target::builtin_with_rust_shim();
+    let [rust_shim, own_shim] = &BUILTIN_WITH;
     let mut subjects = Vec::new();
-    for target in [setup.target(BUILTIN), &rust_shim, setup.target(OURS)] {
+    for target in [setup.target(BUILTIN), rust_shim, own_shim, setup.target(OURS)] {
         let (pod, _) = pods::run(setup, target, PodSpec::new("streams").host_network()).await?;
         let container = pod.run(ContainerSpec::sleeping("main")).await?;
         subjects.push(Subject { target: target.clone(), pod, container });
