@@ -116,8 +116,8 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
     // The daemon keeps its socket for the next shim, and names the pause process of its sandbox.
     // With `start`, the sandbox is a container as the others.
     let (file, sandbox) = match arguments.socket {
-        file if file.is_empty() => (None, arguments.id),
-        file => (Some(PathBuf::from(file)), String::new()),
+        file if file.is_empty() => (None, Some(arguments.id)),
+        file => (Some(PathBuf::from(file)), None),
     };
     if file.as_ref().is_some_and(|file| !start::is_known(file, lock)) {
         return Ok(());

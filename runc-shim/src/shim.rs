@@ -29,8 +29,8 @@ const MAX_EXITS_AT_ONCE: usize = 256;
 /// The shim.
 #[derive(Debug)]
 pub struct Shim {
-    /// The pod's sandbox id; empty: the sandbox is a container.
-    id: String,
+    /// The pod's sandbox id; `None`: the sandbox is a container.
+    id: Option<String>,
     services: Services,
     /// The containers by their ids.
     containers: BTreeMap<String, Container>,
@@ -53,7 +53,7 @@ impl Shim {
         listener: Listener,
         signals: Signals,
         namespace: String,
-        id: String,
+        id: Option<String>,
         events: Option<String>,
     ) -> Result<Self, Error> {
         let services = Services::new(listener, namespace, events)?;
@@ -261,7 +261,7 @@ impl Shim {
     fn act(&mut self, reply: Reply, request: Request) -> Answer {
         let key = &request.key;
         let is_create = matches!(request.method, Method::Create(_));
-        let is_of_sandbox = key.exec.is_empty() && key.id == self.id;
+        let is_of_sandbox = key.exec.is_empty() && self.id.as_ref() == Some(&key.id);
         match request.method {
             Method::SetPause(pause) => self.set_pause(pause),
             Method::Shutdown => self.shutdown(),
@@ -304,8 +304,8 @@ impl Shim {
 
     /// Sets the pause process of the sandbox. Succeeds if it is already set to the same process.
     fn set_pause(&mut self, pause: PauseProcess) -> Answer {
-        if pause.id != self.id {
-            let reason = format!("this is the shim of sandbox {}", self.id);
+        if self.id.as_ref() != Some(&pause.id) {
+            let reason = format!("{:?} is not the sandbox of this shim", pause.id);
             return Err(Error::new(Code::INVALID_ARGUMENT, reason));
         }
         if let Some(known) = &self.sandbox
