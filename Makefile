@@ -4,7 +4,8 @@
 .NOTPARALLEL:
 .PHONY: help build shim install deb package-files release release-check installer-image manifests \
 	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
-	releases conformance test-kubernetes chart fuzz fuzz-short soak test-deb test-vm test-arm64 \
+	releases test-shim-alone conformance test-kubernetes chart fuzz fuzz-short soak test-deb \
+	test-vm test-arm64 \
 	prepare tools bench bench-quick budget compare flame clean
 
 CARGO ?= cargo
@@ -30,6 +31,7 @@ CYCLONEDX_VERSION := 0.5.9
 CYCLONEDX := target/tools/bin/cargo-cyclonedx
 RUST_SHIM_VERSION := 0.2.0
 RUST_SHIM := target/tools/bin/containerd-shim-runc-v2-rs
+NERDCTL_VERSION := 2.2.1
 HELM_VERSION := 3.22.0
 HELM := target/tools/bin/helm
 # Where `make installer-image` writes.
@@ -40,6 +42,8 @@ ARCHES ?= amd64 arm64
 # Debian's 2.1.
 LTS := 2.3.7
 RELEASES := 2.0.14 debian 2.4.2
+# The releases of `make test-shim-alone`.
+ALONE ?= $(LTS) debian 2.4.2
 # The release whose kubelet and control plane `make test-kubernetes` runs.
 KUBERNETES := 1.36.4
 # The releases of `make compare`, and the pods of its churn.
@@ -192,6 +196,11 @@ lts: ## the suites with containerd's long-term release; needs root and Go
 releases: ## the short suite with other releases of containerd; needs root and Go
 	tests/kit/suites short $(RELEASES)
 
+# CHURN_CONTAINERS=1000 is a longer run of the random kills.
+test-shim-alone: ## the pods' shim without the daemon: CRI, ctr, Docker, nerdctl; needs root and Go
+	engines=$$(tests/kit/fetch-engines $(NERDCTL_VERSION)) && ENGINES_DIR=$$engines \
+		tests/kit/suites alone $(ALONE)
+
 # `make test MEANWHILE='make prepare'` does it while tests wait.
 prepare: ## fetch and build what `check`, `conformance` and `test-node` need; needs root and Go
 	tests/kit/fetch-conformance $(CRI_TOOLS)
@@ -201,7 +210,7 @@ prepare: ## fetch and build what `check`, `conformance` and `test-node` need; ne
 	tests/deb/earlier-packages
 
 # CONFORMANCE="2.0.14 debian" runs it on others than the long-term release.
-conformance: ## critest, kubelet's test suite of CRI, with both controllers; needs root and Go
+conformance: ## critest, kubelet's test suite of CRI, with both controllers and shims; needs root and Go
 	directory=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && \
 	export CONFORMANCE_DIR="$$directory" RESULTS_DIR="$(CURDIR)/target/results" && \
 	tests/kit/build-tests conformance >/dev/null && \

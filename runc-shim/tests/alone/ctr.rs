@@ -7,7 +7,7 @@ use kit::{Node, TEST_IMAGE, until};
 
 use crate::{SOON, program, run, shim, shims};
 
-fn ctr(node: &Node, words: &[&str]) -> Result<Output> {
+pub(crate) fn ctr(node: &Node, words: &[&str]) -> Result<Output> {
     let mut command = Command::new(node.parts().program("ctr"));
     command.arg("--address").arg(node.layout().containerd_socket());
     command.args(["-n", "k8s.io"]).args(words).stdin(Stdio::null());
@@ -21,7 +21,12 @@ fn succeeds(node: &Node, words: &[&str]) -> Result<String> {
 }
 
 /// Runs a container.
-fn run_container(node: &Node, id: &str, options: &[&str], script: &str) -> Result<Output> {
+pub(crate) fn run_container(
+    node: &Node,
+    id: &str,
+    options: &[&str],
+    script: &str,
+) -> Result<Output> {
     let path = program().display().to_string();
     let cgroup = format!("{}/{id}", node.layout().cgroup());
     let mut words = vec!["run", "--runtime", &path, "--snapshotter", node.snapshotter()?];

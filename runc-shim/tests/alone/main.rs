@@ -3,7 +3,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod churn;
 mod ctr;
+mod docker;
+mod engine;
+mod nerdctl;
 mod pods;
 
 use std::path::PathBuf;
@@ -28,6 +32,11 @@ fn program() -> PathBuf {
 
 /// Runs a case on a node of its own, which then must be as it was before.
 fn run(case: impl AsyncFnOnce(&Arc<Node>) -> Result<()>) {
+    run_within(LIMIT, case);
+}
+
+/// The same for a case that may take so long.
+fn run_within(limit: Duration, case: impl AsyncFnOnce(&Arc<Node>) -> Result<()>) {
     if kit::skip_without_root() {
         return;
     }
@@ -44,7 +53,7 @@ fn run(case: impl AsyncFnOnce(&Arc<Node>) -> Result<()>) {
             case(&node).await?;
             node.settles_to(&before).await
         };
-        let done = tokio::time::timeout(kit::patient(LIMIT), checked).await.expect("hangs");
+        let done = tokio::time::timeout(kit::patient(limit), checked).await.expect("hangs");
         if let Err(e) = done {
             panic!("{e:#}\n{}", node.log_tails(400));
         }
