@@ -121,14 +121,14 @@ impl SandboxFiles {
         self.volatile().join("shm")
     }
 
-    /// Where CRI takes resolv.conf from.
-    pub fn resolv_conf(&self) -> PathBuf {
-        self.root().join("resolv.conf")
+    /// Where CRI takes a file of /etc from: hostname, hosts or resolv.conf.
+    pub fn etc(&self, name: &str) -> PathBuf {
+        self.root().join(name)
     }
 
     /// Every file and directory by CRI's name for it.
     pub fn all(&self) -> [(&'static str, PathBuf); 4] {
-        let at = |name: &'static str| (name, self.root().join(name));
+        let at = |name: &'static str| (name, self.etc(name));
         [at("hostname"), at("hosts"), at("resolv.conf"), ("shm", self.shm())]
     }
 

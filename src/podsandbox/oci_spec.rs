@@ -16,6 +16,8 @@
 //! - `linux.cgroupsPath` without a parent: none, as the pause process stays in the daemon's cgroup;
 //!   the built-in has `/<namespace>/<id>`.
 //! - `ociVersion`: 1.2.0, as all of it is known to containerd 2.0; the built-in has containerd's.
+//! - mounts of `/etc/hostname` and `/etc/hosts`: those of the pod's containers; the built-in's pause
+//!   has neither.
 //! - annotation `podsandbox.image-name`: empty, as there is no image; the built-in has the pause
 //!   image.
 //!
@@ -55,7 +57,6 @@ const CPU_SHARES: u64 = 2;
 const KIND: &str = "io.cri-containerd.kind";
 
 const SHM: &str = "/dev/shm";
-const RESOLV_CONF: &str = "/etc/resolv.conf";
 
 /// As in containerd's default spec (`populateDefaultUnixSpec`), whose releases before September
 /// 2026 have no `/proc/interrupts`. Later ones also mask the CPUs' `thermal_throttle`, by the node
@@ -186,7 +187,9 @@ fn mounts(record: &Record, pod: &PodSandboxConfig, layout: &Arc<Layout>) -> Vec<
         mounts.push(mount("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", sys_mode]));
     }
     mounts.push(mount(SHM, "bind", shm, &bind));
-    mounts.push(mount(RESOLV_CONF, "bind", files.resolv_conf(), &bind));
+    for name in ["resolv.conf", "hostname", "hosts"] {
+        mounts.push(mount(&format!("/etc/{name}"), "bind", files.etc(name), &bind));
+    }
     if sys_bound {
         mounts.push(mount("/sys", "bind", "/sys", &["rbind", "rro", "nosuid", "nodev", "noexec"]));
     }

@@ -7,6 +7,8 @@ use anyhow::{Context, Result};
 use kit::machine::cgroup;
 use kit::machine::cgroup_driver::CgroupDriver;
 
+use crate::nri;
+
 /// A difference. In each text `*` stands for anything.
 pub(crate) struct Known {
     /// The case.
@@ -41,6 +43,10 @@ enum On {
     NoSomaxconn,
     /// With a containerd before 2.2, which does not mask /proc/interrupts.
     NoInterrupts,
+    /// With a containerd before 2.3.
+    Before23,
+    /// With a containerd from 2.3 on, whose NRI plugins get the spec.
+    Since23,
 }
 
 /// Whether systemd runs the node (sd_booted(3)).
@@ -53,6 +59,7 @@ struct Here {
     unified: bool,
     no_somaxconn: bool,
     no_interrupts: bool,
+    since_2_3: bool,
 }
 
 impl Here {
@@ -65,6 +72,7 @@ impl Here {
             unified: cgroup::unified()?,
             no_somaxconn: !looked.status.success(),
             no_interrupts: ["2.0.", "2.1."].iter().any(|old| version.starts_with(old)),
+            since_2_3: nri::tells_the_spec()?,
         })
     }
 }
@@ -81,6 +89,8 @@ impl Known {
             On::V2 => here.unified,
             On::NoSomaxconn => here.no_somaxconn,
             On::NoInterrupts => here.no_interrupts,
+            On::Before23 => !here.since_2_3,
+            On::Since23 => here.since_2_3,
             On::Slices => CgroupDriver::chosen() == CgroupDriver::Systemd,
             On::Directories => CgroupDriver::chosen() == CgroupDriver::Cgroupfs,
             On::NoSystemd => !systemd_runs(),
@@ -140,8 +150,10 @@ const KNOWN: &[Known] = &[
         "runs",
         "the built-in takes the user namespace from the pod's netns, and so knows none without \
          one; ours makes it",
-    ),
-    known("userns POD, network NODE", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
+    )
+    .on(&[On::Before23]),
+    known("userns POD, network NODE", "RunPodSandbox: code", "UNKNOWN", "-", "as above")
+        .on(&[On::Before23]),
     known(
         "userns POD, network NODE",
         "*",
@@ -364,6 +376,13 @@ const KNOWN: &[Known] = &[
         "-",
         "our pause joins the namespace that owns the pod's netns, which has no path of its own",
     ),
+    known(
+        "*",
+        "spec.mounts[/etc/host*].*",
+        "-",
+        "*",
+        "the built-in's pause has no such files; with ours all four files of the pod are listed",
+    ),
     known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE)
         .on(&[On::Directories]),
     known(
@@ -380,6 +399,33 @@ const KNOWN: &[Known] = &[
         "\"1235\"",
         "it is reported with dots, as sysctls are named",
     ),
+    // ---- what NRI plugins receive ----
+    known(
+        "*",
+        "NRI *.annotations.io.kubernetes.cri.podsandbox.image-name",
+        "localhost/kit/pause:1",
+        "",
+        NO_IMAGE,
+    )
+    .on(&[On::Since23]),
+    known(
+        "userns POD*",
+        "NRI *.linux.namespaces[user].path",
+        "*/pinned-namespaces/user",
+        "-",
+        "as in the spec",
+    )
+    .on(&[On::Since23]),
+    known("without a *", "NRI *.linux.cgroups_path", "/k8s.io/<id>", "-", CGROUP_NONE)
+        .on(&[On::Since23, On::Directories]),
+    known(
+        "*a slice without systemd",
+        "NRI *.linux.cgroups_path",
+        "new.slice:*",
+        "/<node>/new.slice/<id>",
+        PLAIN_SLICE,
+    )
+    .on(&[On::Since23, On::NoSystemd, On::Directories]),
     // ---- where the runtime runs the pause ----
     known("seccomp*runtime/default", "spec.linux.seccomp.*", "*", "-", SECCOMP),
     known("seccomp RuntimeDefault", "spec.linux.seccomp.*", "*", "-", SECCOMP),

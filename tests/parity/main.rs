@@ -15,6 +15,7 @@ mod coverage;
 mod fact;
 mod known;
 mod metrics;
+mod nri;
 mod observe;
 mod run;
 mod table;

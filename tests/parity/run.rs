@@ -11,12 +11,14 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use kit::cri::api;
 use kit::machine::cgroup;
+use kit::nri::Plugin;
+use kit::proto::nri::Event;
 use kit::{Container, ContainerSpec, Handler, Node, Options, Pod, PodSpec, Thing, grpc};
 
 use crate::cases::{self, Case, Settings};
 use crate::fact::Facts;
 use crate::table::Table;
-use crate::{Wanted, coverage, metrics, observe};
+use crate::{Wanted, coverage, metrics, nri, observe};
 
 /// Time limit of one pod.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -166,6 +168,7 @@ async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
     let of_node: BTreeMap<&String, String> =
         case.sysctls.iter().map(|name| (name, sysctl(name))).collect();
     let events = node.events().await?;
+    let plugin = nri::attach(node).await?;
 
     match node.run(handler, case.pod.clone()).await {
         Err(e) => {
@@ -175,7 +178,7 @@ async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
         }
         Ok(pod) => {
             facts.add("RunPodSandbox", "runs");
-            living(&pod, case, &mut facts).await?;
+            living(&pod, case, plugin.as_ref(), &mut facts).await?;
             for name in &case.sysctls {
                 let kept =
                     if of_node.get(name) == Some(&sysctl(name)) { "unchanged" } else { "CHANGED" };
@@ -206,7 +209,7 @@ async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
     Ok(facts)
 }
 
-async fn living(pod: &Pod, case: &Case, facts: &mut Facts) -> Result<()> {
+async fn living(pod: &Pod, case: &Case, plugin: Option<&Plugin>, facts: &mut Facts) -> Result<()> {
     let pid = observe::name(pod, facts).await?;
     observe::pause(pid, facts).await?;
     match pod.run(case.container.clone()).await {
@@ -233,6 +236,12 @@ async fn living(pod: &Pod, case: &Case, facts: &mut Facts) -> Result<()> {
         }
     }
     observe::reported(pod, facts).await?;
+    if let Some(plugin) = plugin {
+        let created = facts.get("container") == Some("runs");
+        let events =
+            &[Event::RUN_POD_SANDBOX, Event::CREATE_CONTAINER][..if created { 2 } else { 1 }];
+        nri::observe(plugin, events, pod, pid, facts).await?;
+    }
     metrics::observe(pod, facts).await?;
     observe::resized(pod, facts).await
 }

@@ -117,6 +117,10 @@ fn a_pod_of_kubelet() {
              "source": format!("/run/containerd/io.containerd.grpc.v1.cri/sandboxes/{ID}/shm")},
             {"destination": "/etc/resolv.conf", "type": "bind", "options": bind,
              "source": format!("{CRI_ROOT}/sandboxes/{ID}/resolv.conf")},
+            {"destination": "/etc/hostname", "type": "bind", "options": bind,
+             "source": format!("{CRI_ROOT}/sandboxes/{ID}/hostname")},
+            {"destination": "/etc/hosts", "type": "bind", "options": bind,
+             "source": format!("{CRI_ROOT}/sandboxes/{ID}/hosts")},
         ],
         "annotations": {
             "io.kubernetes.cri.container-type": "sandbox",
