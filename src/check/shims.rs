@@ -98,6 +98,8 @@ async fn inherited(config: &Config) -> Result<(Vec<Finding>, Inheritance), Findi
     let asked =
         containerd::ask(&config.containerd_address).await.map(|(_, inheritance)| inheritance);
     let asked = asked.map(|inheritance| inheritance.with(&config.container_limits));
+    // A pod can choose the maximum.
+    let asked = asked.map(|inheritance| inheritance.with(&config.container_limits_max));
     let findings = compare(&asked, &own);
     Ok((findings, asked.or_else(|_| read("self").map(containerd::substitute))?))
 }

@@ -24,6 +24,7 @@ use super::layout::Layout;
 use super::recorded_any::RecordedAny;
 use super::selinux::Labels;
 use super::{EndReason, Error, SandboxInfo};
+use crate::config::ContainerLimit;
 use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
 use crate::pause::Plan;
@@ -67,6 +68,9 @@ pub struct Record {
     pub info: SandboxInfo,
     /// The pod has this project's own shim instead of its runtime's.
     pub own_shim: bool,
+    /// The limits that the pod has chosen for its containers.
+    #[serde(default)]
+    pub limits: Vec<ContainerLimit>,
     /// The pod's SELinux labels; empty where it has none.
     pub labels: Labels,
 }
@@ -86,6 +90,7 @@ impl Record {
             name: self.info.runtime_name.clone(),
             options: self.info.runtime_options.clone(),
             own_shim: self.own_shim,
+            limits: self.limits.clone(),
         }
     }
 }
@@ -144,6 +149,7 @@ impl Record {
             netns_path: String::new(),
             info: SandboxInfo::default(),
             own_shim: false,
+            limits: Vec::new(),
             labels: Default::default(),
         }
     }

@@ -1,6 +1,7 @@
 //! A Create request, checked: everything that can be refused is refused here, before anything is
 //! made.
 
+mod limits;
 mod security;
 mod shim_choice;
 mod sysctls;
@@ -104,6 +105,7 @@ pub fn check(
         netns_path: request.netns_path.clone(),
         info,
         own_shim,
+        limits: limits::check(id, &pod, config)?,
         labels,
     };
     Ok(Validated { record, pod, level })

@@ -111,9 +111,14 @@ impl PodShim {
         self.own_shim().map_or_else(|| self.binary(), |own| Ok(own.inherited_path()))
     }
 
-    /// The attributes that the shim and [`Self::cleaner`] inherit, as children of containerd would.
+    /// The attributes that the shim and [`Self::cleaner`] inherit, as children of containerd would,
+    /// with the limits that the pod has chosen.
     pub(super) fn inheritance(&self) -> Arc<Inheritance> {
-        self.shims.containerd.inheritance()
+        let inheritance = self.shims.containerd.inheritance();
+        if self.runtime.limits.is_empty() {
+            return inheritance;
+        }
+        Arc::new(Inheritance::clone(&inheritance).with(&self.runtime.limits))
     }
 
     /// Learns the attributes again if containerd is another process than before.

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
 
+use crate::config::ContainerLimit;
 use crate::error::{IoContext as _, StepError};
 
 /// The runtime handler of a pod's shim.
@@ -19,6 +20,8 @@ pub struct Runtime {
     pub options: Option<Any>,
     /// The pod has this project's own shim instead of the runtime's.
     pub own_shim: bool,
+    /// The limits that the pod has chosen.
+    pub limits: Vec<ContainerLimit>,
 }
 
 impl Runtime {
@@ -72,6 +75,7 @@ mod tests {
                 ..Default::default()
             }),
             own_shim: false,
+            limits: Vec::new(),
         };
         let share = |name: &str, value: &[u8]| runtimes.share(runtime(name, value));
         let first = share("runc", b"1");

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use kit::cri::api;
 use kit::{ContainerSpec, PodSpec};
 use nix::sys::signal::{Signal, kill};
@@ -15,7 +15,8 @@ const SOON: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = cases![both: exec, logs, crash_and_recreate, writable_sysfs];
-    cases.extend(cases![ours, "it has no such setting": limits_of_the_settings]);
+    cases.extend(cases![ours, "it has no such setting":
+        limits_of_the_settings, limits_of_a_pod]);
     cases
 }
 
@@ -110,10 +111,32 @@ fn pid_of(container: &kit::Container) -> Result<i32> {
     Ok(i32::try_from(process.pid)?)
 }
 
+/// A setting or annotation, the name of its limit in `/proc/PID/limits`, and its soft and hard
+/// value.
+type Set = (&'static str, &'static str, &'static str);
+
+/// The lines of `/proc/PID/limits`, of which some are replaced by `set`.
+fn limits_with(limits: &str, set: &[Set]) -> Vec<String> {
+    let split = limits.lines().skip(1).filter_map(|line| line.split_at_checked(26));
+    let line = |(name, values): (&str, &str)| {
+        let set = set.iter().find(|(_, of, _)| name.starts_with(of)).map(|(_, _, limit)| *limit);
+        let own = values.split_whitespace().take(2).collect::<Vec<_>>().join(" ");
+        format!("{name}{}", set.unwrap_or(&own))
+    };
+    split.map(line).collect()
+}
+
+/// The limits of the first process of a container in the pod, and of an exec.
+async fn limits_in(pod: &kit::Pod) -> Result<[String; 2]> {
+    let container = pod.run(ContainerSpec::sleeping("main")).await?;
+    let first = container.sh("cat /proc/1/limits").await?;
+    Ok([first, container.sh("cat /proc/self/limits").await?])
+}
+
 /// The first process and an exec have the limits of the settings, and otherwise those of
 /// containerd's children.
 async fn limits_of_the_settings(bench: Bench) -> Result<()> {
-    const SET: [(&str, &str, &str); 3] = [
+    const SET: [Set; 3] = [
         ("--container-limits=nofile=4095", "Max open files", "4095 4095"),
         ("--container-limits=core=0:77", "Max core file size", "0 77"),
         ("--container-limits=memlock=65536", "Max locked memory", "65536 65536"),
@@ -122,26 +145,48 @@ async fn limits_of_the_settings(bench: Bench) -> Result<()> {
     for options in [Vec::new(), SET.map(|(option, _, _)| option).to_vec()] {
         bench.restart_with(&options).await?;
         let pod = bench.run(PodSpec::new("limits")).await?;
-        let container = pod.run(ContainerSpec::sleeping("main")).await?;
-        for process in ["1", "self"] {
-            seen.push(container.sh(&format!("cat /proc/{process}/limits")).await?);
-        }
+        seen.extend(limits_in(&pod).await?);
         pod.remove().await?;
     }
-    let lines = |limits: &str, set: &[(&str, &str, &str)]| -> Vec<String> {
-        let split = limits.lines().skip(1).filter_map(|line| line.split_at_checked(26));
-        let line = |(name, values): (&str, &str)| {
-            let set =
-                set.iter().find(|(_, of, _)| name.starts_with(of)).map(|(_, _, limit)| *limit);
-            let own = values.split_whitespace().take(2).collect::<Vec<_>>().join(" ");
-            format!("{name}{}", set.unwrap_or(&own))
-        };
-        split.map(line).collect()
-    };
     let [before, before_exec, after, after_exec] = &seen[..] else { anyhow::bail!("{seen:?}") };
     for (process, before, after) in [("first", before, after), ("exec", before_exec, after_exec)] {
-        let (expected, found) = (lines(before, &SET), lines(after, &[]));
+        let (expected, found) = (limits_with(before, &SET), limits_with(after, &[]));
         ensure!(found == expected, "{process}: {found:?}, not {expected:?}");
     }
+    bench.restart_with(&[]).await
+}
+
+/// A pod chooses limits up to the maximum of the settings. They win over the limits of all pods,
+/// and a shim that another daemon launches has them, too.
+async fn limits_of_a_pod(bench: Bench) -> Result<()> {
+    const SET: [Set; 4] = [
+        ("--container-limits=memlock=65536", "Max locked memory", "65536 65536"),
+        ("--container-limits=core=0:77", "Max core file size", "5 50"),
+        ("--container-limits-max=core=50", "Max core file size", "5 50"),
+        ("--container-limits-max=nofile=4095", "Max open files", "4095 4095"),
+    ];
+    let choosing = |limits: &str| {
+        let annotation = ("pause-sandboxer/limits".to_owned(), limits.to_owned());
+        PodSpec::new("limits").with(|config| config.annotations.extend([annotation]))
+    };
+    let refused = bench.run(choosing("nofile=2048")).await.err().context("without a maximum")?;
+    ensure!(format!("{refused:#}").contains("container_limits_max has no nofile"), "{refused:#}");
+    let pod = bench.run(PodSpec::new("plain")).await?;
+    let plain = limits_in(&pod).await?;
+    pod.remove().await?;
+
+    bench.restart_with(&SET.map(|(option, _, _)| option)).await?;
+    let refused = bench.run(choosing("nofile=4095,core=5:51")).await.err().context("51 of 50")?;
+    let both = "core=5:51 is more than the node's maximum, core=50:50";
+    for part in ["code 3", "pause-sandboxer/limits", both] {
+        ensure!(format!("{refused:#}").contains(part), "{refused:#}");
+    }
+    let pod = bench.run(choosing("nofile=4095,core=5:50")).await?;
+    bench.restart_with(&[SET[0].0, SET[1].0]).await?;
+    for (plain, chosen) in plain.iter().zip(&limits_in(&pod).await?) {
+        let (expected, found) = (limits_with(plain, &SET), limits_with(chosen, &[]));
+        ensure!(found == expected, "{found:?}, not {expected:?}");
+    }
+    pod.remove().await?;
     bench.restart_with(&[]).await
 }

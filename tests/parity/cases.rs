@@ -365,6 +365,13 @@ fn others() -> Vec<Case> {
             }),
         ),
         Case::new(
+            "an annotation with limits",
+            pod().with(|config| {
+                let (name, limits) = ("pause-sandboxer/limits", "nofile=4096");
+                config.annotations.insert(name.to_owned(), limits.to_owned());
+            }),
+        ),
+        Case::new(
             "port_mappings",
             pod().with(|config| {
                 config.port_mappings = vec![PortMapping {

@@ -195,6 +195,15 @@ const KNOWN: &[Known] = &[
     )
     .on(&[On::Slices]),
     known("cgroup_parent with ..", "*", "*", "-", "shown because ours has none to compare with"),
+    known(
+        "an annotation with limits",
+        "RunPodSandbox",
+        "runs",
+        "refused",
+        "the annotation is this sandboxer's own, and has no maximum by default",
+    ),
+    known("an annotation with limits", "RunPodSandbox: code", "-", "INVALID_ARGUMENT", "as above"),
+    known("an annotation with limits", "*", "*", "-", "as above"),
     known("without a *", "RunPodSandbox", "refused", "runs", NO_SLICE).on(&[On::Slices]),
     known("without a *", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Slices]),
     known("without a *", "*", "-", "*", "shown because the built-in has none to compare with")

@@ -5,7 +5,6 @@
 //! the flag of the same name, with dashes. The field's comment is its text in the help, in the
 //! manual page, in `config default` and in `docs/configure.md`.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use clap::builder::{ArgAction, PossibleValuesParser, TypedValueParser as _};
@@ -15,6 +14,7 @@ use log::LevelFilter;
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
+mod check;
 mod error;
 mod pattern;
 mod value;
@@ -38,12 +38,6 @@ pub const CONTAINERD_NAMESPACE: &str = "k8s.io";
 
 /// Suffix of the ttrpc socket's path, by containerd's convention.
 pub const TTRPC_SUFFIX: &str = ".ttrpc";
-
-/// Longest path of a unix socket, bytes: `sun_path` less its closing NUL (unix(7)).
-const SOCKET_PATH_MAX: usize = 107;
-
-/// Size of the suffix of a socket's path until it listens (`.new`), bytes.
-const SOCKET_PATH_SPARE: usize = 4;
 
 /// Size of what follows the state directory in the path of a shim's socket, bytes; equal to
 /// `crate::shim::SOCKET_SUFFIX`.
@@ -167,6 +161,12 @@ pub struct Config {
     /// shim and the runtime have the same limits.
     #[arg(long, value_name = "NAME=SOFT:HARD", verbatim_doc_comment)]
     pub container_limits: Vec<ContainerLimit>,
+    /// Highest limits that a pod can choose for its containers by the annotation
+    /// `pause-sandboxer/limits`, in the form of `container_limits`, for example
+    /// `container_limits_max = ["nofile=1048576", "memlock=unlimited"]`. A pod that asks for more,
+    /// or for a limit that is not listed, is refused. Applies to pods created after the change.
+    #[arg(long, value_name = "NAME=SOFT:HARD", verbatim_doc_comment)]
+    pub container_limits_max: Vec<ContainerLimit>,
     /// Interval of the garbage collection in seconds, at least 1. It removes sandboxes that are
     /// older, that containerd does not know, and that were never started or got no call since.
     #[arg(long, value_name = "SECONDS", verbatim_doc_comment)]
@@ -209,6 +209,7 @@ impl Default for Config {
             shm_size_max: Size::SHM,
             sysctls: Vec::new(),
             container_limits: Vec::new(),
+            container_limits_max: Vec::new(),
             forgotten_interval: 60,
             metrics: Metrics::Off,
             log_level: LevelFilter::Info,
@@ -386,94 +387,6 @@ impl Config {
         path.push(TTRPC_SUFFIX);
         path.into()
     }
-
-    /// Checks the settings against each other.
-    ///
-    /// # Errors
-    /// The first one that does not fit the others, and why.
-    fn check(&self) -> Result<(), (&'static str, String)> {
-        self.check_sockets()?;
-        self.check_state_dir()?;
-        if !(2..=CATEGORIES).contains(&self.selinux_category_range) {
-            let reason = format!("must be a number from 2 to {CATEGORIES}");
-            return Err(("selinux_category_range", reason));
-        }
-        if self.forgotten_interval == 0 {
-            return Err(("forgotten_interval", "must be at least 1".to_owned()));
-        }
-        set_once("shim_env", self.shim_env.iter().map(|variable| &variable.name))?;
-        set_once("container_limits", self.container_limits.iter().map(|limit| &limit.name))?;
-        set_once("sysctls", self.sysctls.iter().map(|sysctl| &sysctl.name))
-    }
-
-    fn check_sockets(&self) -> Result<(), (&'static str, String)> {
-        let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE - TTRPC_SUFFIX.len();
-        let length = self.socket.as_os_str().len();
-        if length > most {
-            let reason = format!(
-                "must be at most {most} bytes long, to leave room for the ttrpc socket's name; has \
-                 {length}"
-            );
-            return Err(("socket", reason));
-        }
-        if self.socket.parent() == Some(Path::new("/")) {
-            return Err(("socket", "must be in a directory below /".to_owned()));
-        }
-        if self.socket == self.containerd_address {
-            return Err(("socket", "must not be containerd's own socket".to_owned()));
-        }
-        if self.containerd_address.as_os_str().len() > SOCKET_PATH_MAX {
-            let reason = format!("must be at most {SOCKET_PATH_MAX} bytes long");
-            return Err(("containerd_address", reason));
-        }
-        if let Metrics::Unix(path) = &self.metrics {
-            let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE;
-            if path.as_os_str().len() > most {
-                return Err(("metrics", format!("must have a path of at most {most} bytes")));
-            }
-            if [&self.socket, &self.ttrpc_socket(), &self.containerd_address].contains(&path) {
-                return Err(("metrics", "must be a socket of its own".to_owned()));
-            }
-        }
-        Ok(())
-    }
-
-    fn check_state_dir(&self) -> Result<(), (&'static str, String)> {
-        let fault = |reason: String| Err(("state_dir", reason));
-        let most = SOCKET_PATH_MAX - SHIM_SOCKET_SUFFIX;
-        if self.state_dir.as_os_str().len() > most {
-            return fault(format!(
-                "must be at most {most} bytes long, to leave room for the shims' sockets"
-            ));
-        }
-        if self.state_dir == Path::new("/") {
-            return fault("must be a directory of the daemon's own".to_owned());
-        }
-        for (name, dir) in [
-            ("containerd_root", &self.containerd_root),
-            ("containerd_state", &self.containerd_state),
-        ] {
-            let cri = dir.join(CRI_PLUGIN_DIR);
-            if self.state_dir == *dir || self.state_dir.starts_with(&cri) {
-                return fault(format!(
-                    "must not be {name} nor below {}: that is containerd's own",
-                    cri.display()
-                ));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// # Errors
-/// A name that a setting has twice.
-fn set_once<'a>(
-    setting: &'static str,
-    mut names: impl Iterator<Item = &'a String>,
-) -> Result<(), (&'static str, String)> {
-    let mut seen = BTreeSet::new();
-    let twice = names.find(|name| !seen.insert(*name));
-    twice.map_or(Ok(()), |name| Err((setting, format!("{name} is set twice"))))
 }
 
 /// The meaning of a setting, in lines; the last names its values if it has a choice.

@@ -147,6 +147,7 @@ pub fn whole() -> Record {
             "extensions": { "metadata": { "type_url": "m", "value": "e30=" } },
         },
         "own_shim": true,
+        "limits": ["nofile=1024:4096"],
         "labels": {
             "process": "system_u:system_r:container_t:s0:c1,c2",
             "mount": "system_u:object_r:container_file_t:s0:c1,c2",

@@ -63,6 +63,7 @@ fn every_setting_takes_effect_from_file_and_flag() {
         shm_size_max = "3"
         sysctls = ["net.core.somaxconn=7", "kernel.sem=1 2 3 4"]
         container_limits = ["nofile=1024:unlimited", "core=0:0"]
+        container_limits_max = ["nofile=2048:unlimited"]
         forgotten_interval = 6
         metrics = "unix:///a/m.sock"
         log_level = "trace"
@@ -203,6 +204,10 @@ fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
         (
             "container_limits = ['core=0', 'core=1']",
             "c.toml:1: container_limits: core is set twice",
+        ),
+        (
+            "container_limits_max = ['core=0', 'core=1']",
+            "c.toml:1: container_limits_max: core is set twice",
         ),
         ("sysctls = [\"net.a=1\", \"net.a=2\"]", "c.toml:1: sysctls: net.a is set twice"),
     ] {

@@ -118,6 +118,14 @@ const LIMITS: [&str; 7] =
 /// Open files that a runtime and a shim with some containers need.
 const LEAST_OPEN_FILES: u64 = 1024;
 
+impl ContainerLimit {
+    /// Neither its soft nor its hard limit is above that of `most`.
+    pub fn is_within(&self, most: &Self) -> bool {
+        let order = |limit: Option<u64>| limit.unwrap_or(u64::MAX);
+        order(self.soft) <= order(most.soft) && order(self.hard) <= order(most.hard)
+    }
+}
+
 impl fmt::Display for ContainerLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |n| n.to_string());
