@@ -36,6 +36,7 @@ mod samples;
 mod scale;
 mod setup;
 mod streams;
+mod unmount;
 
 use report::Report;
 use setup::Setup;
@@ -151,6 +152,8 @@ async fn run_part(part: &str, setup: &mut Setup, plan: &Plan, report: &mut Repor
         "concurrency" => concurrency::measure(setup, plan, report).await,
         "idle" => idle::measure(setup, plan, report).await,
         "scale" => scale::measure(setup, plan, report).await,
+        // Only by its name.
+        "unmount" => unmount::measure(setup, report).await,
         other => bail!("{other} is not one of {PARTS:?}"),
     }
 }

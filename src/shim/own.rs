@@ -16,6 +16,9 @@ use crate::error::{IoContext as _, StepError};
 /// Name of the program.
 pub const NAME: &str = "pause-sandboxer-runc-shim";
 
+/// The variable that has it mount root file systems with the option `volatile`.
+pub const VOLATILE_ROOTFS: &str = "PAUSE_SANDBOXER_VOLATILE_ROOTFS";
+
 /// The shim that it replaces, by the file's name.
 const REPLACED: &str = "containerd-shim-runc-v2";
 

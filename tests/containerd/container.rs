@@ -1,5 +1,6 @@
 //! Containers in a living pod: commands in them, their logs, their crashes.
 
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -16,7 +17,7 @@ const SOON: Duration = Duration::from_secs(10);
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = cases![both: exec, logs, crash_and_recreate, writable_sysfs];
     cases.extend(cases![ours, "it has no such setting":
-        limits_of_the_settings, limits_of_a_pod]);
+        limits_of_the_settings, limits_of_a_pod, volatile_root_file_systems]);
     cases
 }
 
@@ -187,6 +188,42 @@ async fn limits_of_a_pod(bench: Bench) -> Result<()> {
         let (expected, found) = (limits_with(plain, &SET), limits_with(chosen, &[]));
         ensure!(found == expected, "{found:?}, not {expected:?}");
     }
+    pod.remove().await?;
+    bench.restart_with(&[]).await
+}
+
+/// The setting mounts root file systems as volatile. The kernel refuses to mount the directories of
+/// one again: a container that is started anew has new ones, and containerd reads those of a
+/// running container without its work directory.
+async fn volatile_root_file_systems(bench: Bench) -> Result<()> {
+    let root = "grep ' / overlay ' /proc/mounts";
+    let pod = bench.run(PodSpec::new("plain")).await?;
+    let plain = pod.run(ContainerSpec::sleeping("main")).await?.sh(root).await?;
+    ensure!(plain.contains("upperdir=") && !plain.contains("volatile"), "{plain}");
+    pod.remove().await?;
+
+    bench.restart_with(&["--volatile-rootfs"]).await?;
+    let pod = bench.run(PodSpec::new("volatile")).await?;
+    let first = pod.run(ContainerSpec::sleeping("main")).await?;
+    let mounted = first.sh(&format!("echo written >/file && sync && {root}")).await?;
+    ensure!(mounted.contains("volatile"), "{mounted}");
+    let difference = Command::new(bench.node.parts().program("ctr"))
+        .arg("--address")
+        .arg(bench.node.layout().containerd_socket())
+        .args(["--namespace", "k8s.io", "snapshots", "diff", "--media-type"])
+        .args(["application/vnd.oci.image.layer.v1.tar", first.id()])
+        .output()
+        .context("run ctr")?;
+    let errors = String::from_utf8_lossy(&difference.stderr);
+    ensure!(difference.status.success(), "ctr snapshots diff: {errors}");
+    let has_file = difference.stdout.windows(8).any(|bytes| bytes == b"written\n");
+    ensure!(has_file, "the file is not in {} bytes", difference.stdout.len());
+
+    kill(Pid::from_raw(pid_of(&first)?), Signal::SIGKILL)?;
+    ensure!(first.exited(SOON).await? == 137, "another exit code of a killed container");
+    let second = pod.run(ContainerSpec::sleeping("main").attempt(1)).await?;
+    let mounted = second.sh(&format!("! test -e /file && {root}")).await?;
+    ensure!(mounted.contains("volatile"), "{mounted}");
     pod.remove().await?;
     bench.restart_with(&[]).await
 }

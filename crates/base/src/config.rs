@@ -167,6 +167,13 @@ pub struct Config {
     /// or for a limit that is not listed, is refused. Applies to pods created after the change.
     #[arg(long, value_name = "NAME=SOFT:HARD", verbatim_doc_comment)]
     pub container_limits_max: Vec<ContainerLimit>,
+    /// The own shim mounts the overlays of containers' root file systems with the option
+    /// `volatile`: their unmount does not sync the node's disk. In these file systems, but not in
+    /// volumes, fsync(2) then has no effect. Needs Linux 5.10. Applies to pods whose shim starts
+    /// after the change.
+    #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
+    #[arg(num_args = 0..=1, default_missing_value = "true")]
+    pub volatile_rootfs: bool,
     /// Interval of the garbage collection in seconds, at least 1. It removes sandboxes that are
     /// older, that containerd does not know, and that were never started or got no call since.
     #[arg(long, value_name = "SECONDS", verbatim_doc_comment)]
@@ -210,6 +217,7 @@ impl Default for Config {
             sysctls: Vec::new(),
             container_limits: Vec::new(),
             container_limits_max: Vec::new(),
+            volatile_rootfs: false,
             forgotten_interval: 60,
             metrics: Metrics::Off,
             log_level: LevelFilter::Info,

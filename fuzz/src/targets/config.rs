@@ -54,6 +54,7 @@ shm_size = "1Gi"
 sysctls = ["net.core.somaxconn=4096"]
 container_limits = ["nofile=1024:4096", "core=0"]
 container_limits_max = ["nofile=unlimited"]
+volatile_rootfs = true
 forgotten_interval = 5
 metrics = "unix:///a/m.sock"
 log_level = "trace"

@@ -18,6 +18,7 @@ use crate::io::{self, Owner, Prepared};
 use crate::process_key::ProcessKey;
 use crate::root::fuse_program::FuseProgram;
 use crate::root::helper::{self, Action};
+use crate::root::overlay;
 use crate::runtime::{self, Place};
 use crate::services::Services;
 use crate::sys;
@@ -123,7 +124,15 @@ impl Container {
     }
 
     /// Starts a helper that mounts the root file system.
-    fn mount(&mut self, services: &mut Services, caller: &Caller, mounts: Vec<Mount>) -> Answer {
+    fn mount(
+        &mut self,
+        services: &mut Services,
+        caller: &Caller,
+        mut mounts: Vec<Mount>,
+    ) -> Answer {
+        if std::env::var_os(runtime::VOLATILE_ROOTFS).is_some() {
+            overlay::make_volatile(&mut mounts);
+        }
         let by_program = mounts.iter().any(|mount| FuseProgram::of_type(&mount.type_).is_some());
         let mounts = helper::mounts_file(mounts)?;
         let step = Step::Launch(Launch::Mounting { by_program });

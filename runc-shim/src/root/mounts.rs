@@ -239,8 +239,14 @@ fn call_mount(
     }
     let data = std::ffi::CString::new(data)
         .map_err(|_| Error::new(Code::INVALID_ARGUMENT, "a zero byte in mount options"))?;
-    rustix::mount::mount(source, target, &*mount.type_, options.flags, Some(data.as_c_str()))?;
-    Ok(())
+    let made =
+        rustix::mount::mount(source, target, &*mount.type_, options.flags, Some(data.as_c_str()));
+    if made == Err(Errno::INVAL) && options.data.iter().any(|option| option == overlay::VOLATILE) {
+        return made.context(
+            "option volatile needs Linux 5.10, and directories that have not been mounted with it",
+        );
+    }
+    Ok(made?)
 }
 
 /// Changes the working directory until it is dropped. The process must have only one thread.

@@ -2,6 +2,22 @@
 
 use std::path::PathBuf;
 
+use containerd_shim_protos::api::Mount;
+
+/// The option of an overlay that is not synced, also when it is unmounted.
+pub const VOLATILE: &str = "volatile";
+
+/// Adds the option `volatile` to each overlay that can be written, unless another option says when
+/// it is synced.
+pub fn make_volatile(mounts: &mut [Mount]) {
+    for mount in mounts.iter_mut().filter(|mount| mount.type_ == "overlay") {
+        let has = |start: &str| mount.options.iter().any(|option| option.starts_with(start));
+        if has("upperdir=") && !has(VOLATILE) && !has("fsync=") {
+            mount.options.push(VOLATILE.to_owned());
+        }
+    }
+}
+
 /// Makes the lower directories of an overlay relative to their common parent directory, and returns
 /// that; `None`: there is none.
 pub fn shorten(data: &mut [String]) -> Option<PathBuf> {
@@ -29,6 +45,30 @@ mod tests {
 
     fn strings(all: &[&str]) -> Vec<String> {
         all.iter().map(|one| (*one).to_owned()).collect()
+    }
+
+    #[test]
+    fn overlays_that_can_be_written_become_volatile() {
+        let made = |kind: &str, options: &[&str]| {
+            let mut mount = Mount::new();
+            (mount.type_, mount.options) = (kind.to_owned(), strings(options));
+            let mut mounts = [mount.clone(), mount];
+            make_volatile(&mut mounts);
+            assert_eq!(mounts[0], mounts[1]);
+            mounts[0].options.join(",")
+        };
+        assert_eq!(
+            made("overlay", &["upperdir=/u", "workdir=/w"]),
+            "upperdir=/u,workdir=/w,volatile"
+        );
+        for options in [
+            &["lowerdir=/a:/b"][..],
+            &["upperdir=/u", "volatile"],
+            &["upperdir=/u", "fsync=strict"],
+        ] {
+            assert_eq!(made("overlay", options), options.join(","));
+        }
+        assert_eq!(made("bind", &["upperdir=/u"]), "upperdir=/u");
     }
 
     #[test]

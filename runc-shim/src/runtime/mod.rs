@@ -25,8 +25,12 @@ pub const INPUT_FD: i32 = 4;
 
 const NULL: &str = "/dev/null";
 
+/// The variable by which the daemon asks for root file systems with the option `volatile`.
+pub const VOLATILE_ROOTFS: &str = "PAUSE_SANDBOXER_VOLATILE_ROOTFS";
+
 /// Environment variables of the shim that the runtime does not get.
-const OWN: [&str; 6] = [
+const OWN: [&str; 7] = [
+    VOLATILE_ROOTFS,
     "TTRPC_ADDRESS",
     "GRPC_ADDRESS",
     "NAMESPACE",

@@ -238,6 +238,31 @@ fn a_mapped_root_file_system_stays_where_mounts_are_shared() {
     unmount(&dir, UnmountFlags::empty()).unwrap();
 }
 
+/// The kernel refuses it, as it cannot know whether the files are whole.
+#[test]
+fn directories_of_a_volatile_overlay_are_not_mounted_again() {
+    let mut pod = Pod::new();
+    for dir in ["upper", "work"] {
+        std::fs::create_dir(pod.path(dir)).unwrap();
+    }
+    let mut overlay = Mount::new();
+    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
+    overlay.options = ["lowerdir", "upperdir", "workdir"]
+        .iter()
+        .zip(["root", "upper", "work"])
+        .map(|(option, dir)| format!("{option}={}", pod.path(dir)))
+        .chain(["volatile".to_owned()])
+        .collect();
+    let with = Container { rootfs: vec![overlay], ..Default::default() };
+    pod.run("a", "exit 3", &with);
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    let error = pod.try_create("b", "true", &with).unwrap_err().to_string();
+    let reason = "option volatile needs Linux 5.10, and directories that have not been mounted";
+    assert!(error.contains(reason), "{error}");
+    pod.shut_down();
+}
+
 /// A pod whose shim was killed, and which has a container with a root file system.
 fn pod_with_a_dead_shim() -> Pod {
     let mut pod = Pod::new();

@@ -64,6 +64,7 @@ fn every_setting_takes_effect_from_file_and_flag() {
         sysctls = ["net.core.somaxconn=7", "kernel.sem=1 2 3 4"]
         container_limits = ["nofile=1024:unlimited", "core=0:0"]
         container_limits_max = ["nofile=2048:unlimited"]
+        volatile_rootfs = true
         forgotten_interval = 6
         metrics = "unix:///a/m.sock"
         log_level = "trace"
