@@ -183,7 +183,7 @@ async fn nothing_is_left(node: &Node, groups: &[(String, Vec<String>)]) -> Resul
         Ok(())
     })
     .await?;
-    // A snapshot or lease of a `ctr run` that a killed containerd has interrupted is not the shim's.
+    // A snapshot or lease of a `ctr run` that was interrupted is not the shim's.
     let left = node.left_since(&Snapshot::default(), Duration::ZERO).await?;
     let records: Vec<_> = left.into_iter().filter(|it| matches!(it, Thing::Record(..))).collect();
     let of_tasks = records.iter().filter(|it| matches!(it, Thing::Record(_, "task" | "container")));
