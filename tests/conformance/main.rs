@@ -7,7 +7,8 @@
 //!
 //! All happens in network and IPC namespaces of its own, with a registry on loopback that holds
 //! images made here. CONFORMANCE_DIR names what `tests/kit/fetch-conformance` has fetched,
-//! CONFORMANCE_AT_ONCE how many cases run at a time, CONFORMANCE_LOGS where critest's logs go.
+//! CONFORMANCE_AT_ONCE how many cases run at a time, CONFORMANCE_LOGS where critest's logs go. With
+//! CONFORMANCE_NRI set the cases of NRI's contract run too; some of them leave pods behind.
 //!
 //! Promise: conformance_holds.
 
