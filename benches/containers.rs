@@ -60,7 +60,8 @@ pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report)
     }
     report.ratio("pod_with_container_kb", "pod_with_container_ours_kb", "one");
     report.ratio("pod_after_1000_execs_kb", "pod_after_1000_execs_ours_kb", "one");
-    report.ratio("idle_wakeups", "idle_wakeups_per_minute_ours", "one");
+    let wakeups = |name: &str| format!("idle_wakeups_per_minute_{name}");
+    report.ratio("idle_wakeups_builtin_over_ours", &wakeups(BUILTIN), &wakeups(OURS));
     Ok(())
 }
 
