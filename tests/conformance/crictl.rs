@@ -6,11 +6,18 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use kit::machine::processes::{self, Proc};
 use kit::{Node, TEST_IMAGE, until};
 use serde_json::{Value, json};
 
-/// Runs a pod of the handler `name` with a container by `crictl` and looks at both with it.
-pub(crate) async fn session(program: &Path, node: &Node, name: &str) -> Result<()> {
+/// Runs a pod of the handler `name` with a container by `crictl` and looks at both with it. Its
+/// shim must be this program, if one is given.
+pub(crate) async fn session(
+    program: &Path,
+    node: &Node,
+    name: &str,
+    shim: Option<&Path>,
+) -> Result<()> {
     let crictl = |arguments: &[&str]| crictl(program, node, arguments);
     let top = &node.layout().top;
     let (pod_file, container_file) = (top.join("pod.json"), top.join("container.json"));
@@ -38,6 +45,12 @@ pub(crate) async fn session(program: &Path, node: &Node, name: &str) -> Result<(
     ensure!(status["state"] == "SANDBOX_READY", "inspectp: {status}");
     ensure!(status["runtimeHandler"] == name, "inspectp: {status}");
     ensure!(inspected["info"]["pid"].as_u64() > Some(0), "inspectp: {inspected}");
+    if let Some(shim) = shim {
+        let all = processes::all()?;
+        let exe = |it: &Proc| fs::read_link(format!("/proc/{}/exe", it.pid)).ok();
+        let is_shim = |it: &Proc| it.command.contains(&id) && exe(it).as_deref() == Some(shim);
+        ensure!(all.iter().any(is_shim), "{id} has another shim than {}", shim.display());
+    }
     let container = crictl(&["create", &id, &container_file, &pod_file])?;
     crictl(&["start", &container])?;
     let hostname = crictl(&["exec", "-s", &container, "cat", "/etc/hostname"])?;

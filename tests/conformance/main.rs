@@ -36,7 +36,7 @@ use suite::{Critest, Outcome, Outcomes};
 const ALONE: &str = "runc-small";
 /// Cases at a time: most of their time is waiting.
 const AT_ONCE: usize = 4;
-/// Tries of a case that is known to be flaky with both.
+/// Tries of a case that is known to be flaky with all.
 const TRIES: usize = 3;
 /// How long what the pods have left may take to go. Segments of shared memory, which critest
 /// leaves, stay.
@@ -68,9 +68,9 @@ fn run() -> Result<bool> {
 
 async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
     let sandboxer = PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer"));
+    let shim = sandboxer.with_file_name(kit::shim::NAME);
     let options = Options {
-        containerd_config: registry::CONTAINERD.to_owned()
-            + &alone(&sandboxer.with_file_name(kit::shim::NAME)),
+        containerd_config: registry::CONTAINERD.to_owned() + &alone(&shim),
         sandboxer: Some(sandboxer),
         ..Options::default()
     };
@@ -86,7 +86,8 @@ async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
     let mut runs = Vec::new();
     for handler in [Handler::Builtin.name(), Handler::Ours.name(), ALONE] {
         // The first pod makes what stays, such as the bridge.
-        crictl::session(&directory.join("crictl"), &node, handler)
+        let own = (handler == ALONE).then_some(shim.as_path());
+        crictl::session(&directory.join("crictl"), &node, handler, own)
             .await
             .with_context(|| format!("crictl with {handler}"))?;
         let before = node.snapshot()?;
@@ -145,7 +146,7 @@ async fn prepare(node: &Arc<Node>) -> Result<()> {
     node.start_sandboxer().await
 }
 
-/// Tries again what is known to be flaky with both.
+/// Tries again what is known to be flaky with all.
 async fn again(
     critest: &Critest,
     node: &Node,

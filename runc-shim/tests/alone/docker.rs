@@ -7,7 +7,7 @@ use std::sync::Mutex;
 
 use anyhow::{Context as _, Result, ensure};
 use kit::image::Layer;
-use kit::machine::mounts;
+use kit::machine::{mounts, processes};
 use kit::{Node, Process, until};
 use rustix::mount::UnmountFlags;
 use serde_json::json;
@@ -163,7 +163,13 @@ async fn restored(docker: &mut Docker<'_>, engine: &Engine) -> Result<()> {
     let waits = "while test ! -e /e; do sleep 0.05; done; exit 6";
     engine.run_detached("waits", &[], waits)?;
     engine.succeeds(&["exec", "-d", "waits", "sh", "-c", "sleep 0.5; touch /e"])?;
+    let pid: u32 = engine.state("waits", "Pid")?.parse()?;
     docker.process()?.kill()?;
+    until("it ends while Docker is down", SOON, async || {
+        ensure!(!processes::exists(pid), "{pid}");
+        Ok(())
+    })
+    .await?;
     docker.start(engine).await?;
     engine.ends("waits", 6).await?;
     engine.remove("waits")?;
