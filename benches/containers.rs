@@ -40,7 +40,7 @@ pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report)
         batches.push(Batch::start(setup, target, plan.containers).await?);
     }
     memory(&batches, report)?;
-    wakeups(&batches, plan.quiet, report).await?;
+    at_rest(&batches, plan.quiet, report).await?;
     execs(setup, &batches, plan, report).await?;
     let ours = batches.iter().find(|batch| batch.target.name == OURS).context("our pods")?;
     memory_after_work(ours, report).await?;
@@ -62,6 +62,8 @@ pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report)
     report.ratio("pod_after_1000_execs_kb", "pod_after_1000_execs_ours_kb", "one");
     let wakeups = |name: &str| format!("idle_wakeups_per_minute_{name}");
     report.ratio("idle_wakeups_builtin_over_ours", &wakeups(BUILTIN), &wakeups(OURS));
+    let cpu = |name: &str| format!("idle_cpu_per_minute_{name}_ms");
+    report.ratio("idle_cpu_builtin_over_ours", &cpu(BUILTIN), &cpu(OURS));
     Ok(())
 }
 
@@ -129,17 +131,34 @@ fn memory(batches: &[Batch], report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Context switches of shims and pauses while all pods are idle.
-async fn wakeups(batches: &[Batch], quiet: Duration, report: &mut Report) -> Result<()> {
-    let count = |batch: &Batch| batch.of_all.iter().map(|pid| switches(*pid)).sum::<Result<u64>>();
-    let before = batches.iter().map(count).collect::<Result<Vec<_>>>()?;
+/// Context switches and processor time of shims and pauses while all pods are idle.
+async fn at_rest(batches: &[Batch], quiet: Duration, report: &mut Report) -> Result<()> {
+    let sum = |batch: &Batch, of: fn(u32) -> Result<u64>| {
+        batch.of_all.iter().map(|pid| of(*pid)).sum::<Result<u64>>()
+    };
+    let both = |batch: &Batch| Ok((sum(batch, switches)?, sum(batch, run_time)?));
+    let before = batches.iter().map(both).collect::<Result<Vec<_>>>()?;
     tokio::time::sleep(quiet).await;
     for (batch, before) in batches.iter().zip(before) {
-        let switches = count(batch)?.saturating_sub(before) as f64;
-        let per_minute = switches / batch.pods.len() as f64 * 60.0 / quiet.as_secs_f64();
-        report.median(format!("idle_wakeups_per_minute_{}", batch.target.name), per_minute);
+        let after = both(batch)?;
+        let pod_minutes = batch.pods.len() as f64 * quiet.as_secs_f64() / 60.0;
+        let name = batch.target.name;
+        let switches = after.0.saturating_sub(before.0) as f64;
+        report.median(format!("idle_wakeups_per_minute_{name}"), switches / pod_minutes);
+        let milliseconds = after.1.saturating_sub(before.1) as f64 / 1e6;
+        report.median(format!("idle_cpu_per_minute_{name}_ms"), milliseconds / pod_minutes);
     }
     Ok(())
+}
+
+/// Nanoseconds that the threads of a process have run, by `/proc/PID/task/TID/schedstat`.
+fn run_time(pid: u32) -> Result<u64> {
+    let mut sum = 0;
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let text = std::fs::read_to_string(task?.path().join("schedstat"))?;
+        sum += text.split(' ').next().context("schedstat")?.parse::<u64>()?;
+    }
+    Ok(sum)
 }
 
 /// ExecSync of a program that exits at once: its time, and the processor time of containerd, the

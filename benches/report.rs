@@ -25,7 +25,7 @@ enum Hold {
 
 use Hold::{AtLeast, AtMost};
 
-const BOUNDS: [Bound; 29] = [
+const BOUNDS: [Bound; 30] = [
     Bound {
         key: "start_builtin_over_ours",
         what: "the controller's Start through containerd, real netns, no CNI",
@@ -144,6 +144,12 @@ const BOUNDS: [Bound; 29] = [
         what: "context switches of shim and pause process of an idle pod; from containerd 2.3 on \
             each container is asked for its stats once a second",
         hold: AtLeast(10.0),
+        held_back_by: SHIM,
+    },
+    Bound {
+        key: "idle_cpu_builtin_over_ours",
+        what: "their processor time",
+        hold: AtLeast(2.0),
         held_back_by: SHIM,
     },
     Bound {
