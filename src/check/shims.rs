@@ -23,16 +23,14 @@ const INHERITED: &str = "inherited";
 
 /// Examines the shims and the OCI runtimes of these handlers, and what both inherit.
 pub async fn examine(runtimes: Vec<HandlerRuntime>, config: &Config) -> Vec<Finding> {
-    let (mut findings, inheritance) = match inherited(config).await {
-        Ok(found) => found,
-        Err(finding) => return vec![finding],
-    };
     // containerd starts the others itself.
     let by_daemon = runtimes.iter().filter(|runtime| !runtime.shim_only);
     let kinds: BTreeSet<&str> = by_daemon.map(|runtime| runtime.kind.as_str()).collect();
-    if kinds.is_empty() && !runtimes.is_empty() {
-        findings.clear();
-    }
+    let is_by_daemon = !kinds.is_empty() || runtimes.is_empty();
+    let (mut findings, inheritance) = match inherited(config, is_by_daemon).await {
+        Ok(found) => found,
+        Err(finding) => return vec![finding],
+    };
     let serves = |kind: &str| own::serves(kind);
     let own = (config.shim == ShimOwner::Own && kinds.iter().any(|kind| serves(kind)))
         .then(|| open_own(config));
@@ -83,30 +81,36 @@ async fn version_of(
     Ok(output.stdout.lines().next().unwrap_or_default().to_owned())
 }
 
-/// The findings about what shims, and so containers, inherit, and what that is.
+/// The findings about what shims, and so containers, inherit, if the daemon starts them, and what
+/// that is.
 ///
 /// # Errors
 /// The finding that `/proc` cannot be read.
-async fn inherited(config: &Config) -> Result<(Vec<Finding>, Inheritance), Finding> {
+async fn inherited(
+    config: &Config,
+    is_by_daemon: bool,
+) -> Result<(Vec<Finding>, Inheritance), Finding> {
     let read = |process: &str| {
         let failed =
             |step: StepError| Finding::fail(INHERITED, step.to_string(), "mount /proc as usual");
         Inheritance::read(process).map_err(failed)
     };
-    let daemon = DaemonProcess::find(&config.state_dir).map(|daemon| daemon.pid.to_string());
-    let own = read(daemon.as_deref().unwrap_or("self"))?;
     let asked =
         containerd::ask(&config.containerd_address).await.map(|(_, inheritance)| inheritance);
     let asked = asked.map(|inheritance| inheritance.with(&config.container_limits));
     // A pod can choose the maximum.
     let asked = asked.map(|inheritance| inheritance.with(&config.container_limits_max));
-    let findings = compare(&asked, &own);
+    let mut findings = Vec::new();
+    if is_by_daemon {
+        let daemon = DaemonProcess::find(&config.state_dir).map(|daemon| daemon.pid.to_string());
+        findings = compare(&asked, &read(daemon.as_deref().unwrap_or("self"))?);
+    }
     Ok((findings, asked.or_else(|_| read("self").map(containerd::substitute))?))
 }
 
 /// The findings about what shims, and so containers, inherit.
 pub async fn inheritance(config: &Config) -> Vec<Finding> {
-    inherited(config).await.map_or_else(|finding| vec![finding], |(findings, _)| findings)
+    inherited(config, true).await.map_or_else(|finding| vec![finding], |(findings, _)| findings)
 }
 
 /// Compares what children of containerd inherit with the daemon's own attributes.

@@ -22,6 +22,10 @@ pub(crate) mod systemd;
 /// `enable` has set.
 const ENABLE: &str = "pause-sandboxer enable --restart";
 
+/// The same for the handler of the shim without the daemon. It does not contain [`ENABLE`], so each
+/// gets the options of its own last `enable`.
+const ENABLE_SHIM_ONLY: &str = "pause-sandboxer enable --shim-only --restart";
+
 /// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {

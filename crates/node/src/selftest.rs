@@ -13,7 +13,7 @@ use std::time::Duration;
 use toml::{Table, Value};
 
 use crate::check::Subject;
-use crate::check::containerd::{self as node, NodeContainerd, pause_image, shim_only};
+use crate::check::containerd::{self as node, Mode, NodeContainerd, pause_image, shim_only};
 use crate::client::Client;
 use crate::stop_signal;
 use base::error::{IoContext as _, StepError, StepErrors};
@@ -111,7 +111,8 @@ pub async fn run(
         if let Some(name) = needed
             && unless_stopped(stop.as_mut(), cri.image(&name)).await?.is_none()
         {
-            say(without_image(&name, &containerd.enable_command()));
+            let mode = if has_daemon { Mode::Sandboxer } else { Mode::ShimOnly };
+            say(without_image(&name, &containerd.enable_command(mode)));
             let image = pause.insert(PauseImage::new(&name, wanted.pause_program)?);
             unless_stopped(stop.as_mut(), image.import(config)).await?;
         }
@@ -263,7 +264,7 @@ fn handlers(
             return Err(SelftestError(reason));
         }
         None => known.ours.first().or(known.shim_only.first()).cloned().ok_or_else(|| {
-            let command = containerd.enable_command();
+            let command = containerd.enable_command(Mode::Sandboxer);
             SelftestError(format!(
                 "containerd has no runtime handler of this sandboxer; run `{command}`"
             ))

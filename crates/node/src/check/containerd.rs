@@ -9,7 +9,8 @@ use tokio::net::UnixStream;
 use toml::{Table, Value};
 
 use super::program::run;
-use super::{ENABLE, Finding, HandlerRuntime, Level, ShimFindings, Subject, kubelet, sandboxes};
+use super::{ENABLE, ENABLE_SHIM_ONLY, Finding, HandlerRuntime, Level};
+use super::{ShimFindings, Subject, kubelet, sandboxes};
 use base::config::Config;
 use base::runtime::check_served;
 use containerd_api::cri::CriClient;
@@ -77,12 +78,11 @@ pub(super) async fn examine(
     if let Some(release) = release {
         findings.extend(examine_config(node, &subject.config, release, has_daemon, shims).await);
     }
-    let command = node.enable_command();
+    let mode = if has_daemon.is_some() { Mode::Sandboxer } else { Mode::ShimOnly };
+    let (command, shim_only) = (node.enable_command(mode), node.enable_command(Mode::ShimOnly));
     for finding in &mut findings {
-        finding.advice = finding.advice.replace(ENABLE, &command);
-        if has_daemon.is_none() {
-            finding.advice = finding.advice.replace(", while the daemon responds", "");
-        }
+        let advice = finding.advice.replace(ENABLE, &command);
+        finding.advice = advice.replace(ENABLE_SHIM_ONLY, &shim_only);
     }
     findings
 }
@@ -108,8 +108,10 @@ async fn examine_config(
     let cri = CriClient::new(&config.containerd_address);
     let handlers = all(&table, config);
     let named = [&handlers.ours[..], &handlers.shim_only].concat();
-    let answer = loaded::ask(node, &named, &cri).await;
-    let mut unread = node.started.and_then(|started| main.written_after(started, &node.unit));
+    let condition = if has_daemon.is_some() { ", while the daemon responds" } else { "" };
+    let restart = format!("systemctl restart {}{condition}; pods keep running", node.unit);
+    let answer = loaded::ask(node, &named, &cri, &restart).await;
+    let mut unread = node.started.and_then(|started| main.written_after(started, &restart));
     if let Answer::Loaded(lacking) = &answer {
         // The remedy is the same.
         unread = unread.filter(|_| lacking.is_none());
@@ -130,15 +132,16 @@ async fn examine_config(
         }
         Answer::NotAsked => false,
     };
-    let ours = ours(&table, config);
-    let image = pause_image::needed(&table, release, ours.iter().map(|(_, handler)| handler));
+    let ours = handlers.ours.iter().filter_map(|name| handlers.all.get(name));
+    let image = pause_image::needed(&table, release, ours);
     if let Some(image) = image.filter(|_| is_asked) {
-        findings.extend(pause_image::examine(&cri, &image, &node.enable_command()).await);
+        let command = node.enable_command(Mode::Sandboxer);
+        findings.extend(pause_image::examine(&cri, &image, &command).await);
     }
     findings.extend(shims(handler_runtimes(&handlers), config.clone()).await);
-    findings.extend(kubelet::examine(&handlers));
+    findings.extend(kubelet::examine(&handlers, &restart));
     if is_asked && has_daemon == Some(true) {
-        findings.extend(sandboxes::compare(config, &handlers.ours, &node.unit).await);
+        findings.extend(sandboxes::compare(config, &handlers.ours, &restart).await);
     }
     findings
 }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use toml::{Table, Value};
 
 use super::containerd::Mode;
-use super::{ENABLE, Finding};
+use super::{ENABLE, ENABLE_SHIM_ONLY, Finding};
 use base::platform::systemd_runs;
 
 const SUBJECT: &str = "kubelet";
@@ -50,12 +50,12 @@ impl Handlers {
 }
 
 /// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to
-/// kubelet.
-pub(super) fn examine(handlers: &Handlers) -> Vec<Finding> {
-    cgroup_driver_findings(handlers, systemd_runs())
+/// kubelet. `restart` restarts containerd.
+pub(super) fn examine(handlers: &Handlers, restart: &str) -> Vec<Finding> {
+    cgroup_driver_findings(handlers, systemd_runs(), restart)
 }
 
-fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
+fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool, restart: &str) -> Vec<Finding> {
     let (by, default) = default_driver(handlers, systemd_runs);
     let driver = name(default);
     handlers
@@ -76,6 +76,8 @@ fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool) -> Vec<Findin
                     ),
                 );
             }
+            let is_shim_only = handlers.shim_only.contains(name);
+            let enable = if is_shim_only { ENABLE_SHIM_ONLY } else { ENABLE };
             Finding::fail(
                 SUBJECT,
                 format!(
@@ -83,9 +85,8 @@ fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool) -> Vec<Findin
                      {driver} to kubelet, because of {by}: containers of this handler cannot start"
                 ),
                 format!(
-                    "{ENABLE}; or set SystemdCgroup = {default} under \
-                     [….containerd.runtimes.{name}.options], then systemctl restart containerd, \
-                     while the daemon responds"
+                    "{enable}; or set SystemdCgroup = {default} under \
+                     [….containerd.runtimes.{name}.options], then {restart}"
                 ),
             )
         })
@@ -167,15 +168,31 @@ mod tests {
             let findings = cgroup_driver_findings(
                 &handlers(&(runc_handler("ours", ours) + &runc_handler("runc", default))),
                 true,
+                "",
             );
             assert_eq!((findings.len(), findings[0].level), (1, level), "{ours} {default}");
         }
-        let alone = cgroup_driver_findings(&handlers(&runc_handler("ours", "")), true);
+        let alone = cgroup_driver_findings(&handlers(&runc_handler("ours", "")), true, "");
         assert_eq!(
             alone[0].level,
             Level::Ok,
             "the default handler is runc, with cgroupfs: {alone:?}"
         );
+    }
+
+    #[test]
+    fn the_remedy_is_the_command_of_the_handler() {
+        let text = runc_handler("ours", ON) + &runc_handler("small", ON);
+        let handlers = Handlers { shim_only: vec!["small".to_owned()], ..handlers(&text) };
+        let findings = cgroup_driver_findings(&handlers, false, "restart it");
+        let advice = |command: &str, name: &str| {
+            format!(
+                "{command}; or set SystemdCgroup = false under \
+                 [….containerd.runtimes.{name}.options], then restart it"
+            )
+        };
+        let expected = [advice(ENABLE, "ours"), advice(ENABLE_SHIM_ONLY, "small")];
+        assert!(findings.iter().map(|finding| &finding.advice).eq(&expected), "{findings:?}");
     }
 
     #[test]

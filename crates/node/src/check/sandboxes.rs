@@ -37,7 +37,7 @@ enum Difference {
 
 /// Compares the daemon's sandboxes with CRI's pods of the runtime handlers `handlers`. `unit`
 /// starts containerd.
-pub(super) async fn compare(config: &Config, handlers: &[String], unit: &str) -> Vec<Finding> {
+pub(super) async fn compare(config: &Config, handlers: &[String], restart: &str) -> Vec<Finding> {
     let differing = async || {
         let cri = CriClient::new(&config.containerd_address);
         let theirs = tokio::time::timeout(TIMEOUT, cri.pods()).await.ok()?.ok()?;
@@ -51,7 +51,7 @@ pub(super) async fn compare(config: &Config, handlers: &[String], unit: &str) ->
         let again = differing().await.unwrap_or_default();
         found.retain(|one| again.contains(one));
     }
-    difference_findings(&found, unit)
+    difference_findings(&found, restart)
 }
 
 fn differences(
@@ -85,8 +85,7 @@ fn differences(
     here.chain(missing.map(|pod| (Difference::UnknownHere, pod.id.clone()))).collect()
 }
 
-fn difference_findings(found: &BTreeSet<(Difference, String)>, unit: &str) -> Vec<Finding> {
-    let restart = format!("systemctl restart {unit}, while the daemon responds; pods keep running");
+fn difference_findings(found: &BTreeSet<(Difference, String)>, restart: &str) -> Vec<Finding> {
     let reboot = "containerd has lost them, and kubelet does not remove them: drain and reboot the \
                   node";
     let kinds = [
@@ -95,10 +94,10 @@ fn difference_findings(found: &BTreeSet<(Difference, String)>, unit: &str) -> Ve
             Level::Fail,
             "run, but CRI lists them as NotReady, so kubelet replaces them and none of their \
              containers can start",
-            restart.as_str(),
+            restart,
         ),
-        (Difference::ReadyInCri, Level::Warn, "have ended, but CRI lists them as ready", &restart),
-        (Difference::UnknownHere, Level::Warn, "are ready for CRI, but have no sandbox", &restart),
+        (Difference::ReadyInCri, Level::Warn, "have ended, but CRI lists them as ready", restart),
+        (Difference::UnknownHere, Level::Warn, "are ready for CRI, but have no sandbox", restart),
         (
             Difference::UnknownToCri,
             Level::Warn,
@@ -208,10 +207,10 @@ mod tests {
         ];
         assert_eq!(found, expected);
         let found = found.iter().map(|(kind, id)| (*kind, (*id).to_owned())).collect();
-        let findings = difference_findings(&found, "k3s.service");
+        let findings = difference_findings(&found, "restart it");
         let levels: Vec<_> = findings.iter().map(|finding| finding.level).collect();
         assert_eq!(levels, [Level::Fail, Level::Warn, Level::Warn, Level::Warn], "{findings:?}");
-        assert!(findings[0].advice.starts_with("systemctl restart k3s.service"), "{findings:?}");
+        assert_eq!(findings[0].advice, "restart it");
         assert!(difference_findings(&BTreeSet::new(), "").is_empty());
     }
 

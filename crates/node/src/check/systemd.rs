@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use super::containerd::NodeContainerd;
+use super::containerd::{Mode, NodeContainerd};
 use super::program::run;
 use super::{Finding, Level};
 use base::platform::systemd_runs;
@@ -29,7 +29,8 @@ pub(super) async fn examine(containerd: Option<&NodeContainerd>) -> Vec<Finding>
     command.args(["show", "--property=LoadState,UnitFileState,ActiveState,Before"]).args(UNITS);
     match run(command).await {
         Ok(output) => {
-            let running = containerd.map(|node| (node.unit.as_str(), node.enable_command()));
+            let command = |node: &NodeContainerd| node.enable_command(Mode::Sandboxer);
+            let running = containerd.map(|node| (node.unit.as_str(), command(node)));
             let running = running.as_ref().map(|(unit, command)| (*unit, command.as_str()));
             findings(&output.stdout, running)
         }

@@ -18,6 +18,9 @@ const BASE: &str = "# The handler has the settings of runtime handler ";
 /// The option that makes the handler the node's default.
 pub(crate) const DEFAULT: &str = "--default";
 
+/// The option of [`Mode::ShimOnly`].
+pub(crate) const SHIM_ONLY: &str = "--shim-only";
+
 /// Who makes the pods of a runtime handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
@@ -71,12 +74,15 @@ pub(crate) fn command(options: &[String]) -> String {
     format!("{ENABLE}{}", words(options))
 }
 
-/// The command that repeats the last `enable`, by the drop-in of a config file.
-pub(super) fn last_command(file: &Path) -> String {
-    let main = Main::read(file).ok();
-    let drop_ins = main.iter().flat_map(|main| Mode::ALL.map(|mode| main.drop_in(mode)));
-    let mut texts = drop_ins.filter_map(|path| std::fs::read_to_string(path).ok());
-    command(&texts.find_map(|text| options(&text)).unwrap_or_default())
+/// The command that repeats the last `enable` of that mode, by its drop-in of a config file.
+pub(super) fn last_command(file: &Path, mode: Mode) -> String {
+    let drop_in = Main::read(file).map(|main| main.drop_in(mode));
+    let text = drop_in.and_then(std::fs::read_to_string).ok();
+    let first = || match mode {
+        Mode::Sandboxer => Vec::new(),
+        Mode::ShimOnly => vec![SHIM_ONLY.to_owned()],
+    };
+    command(&text.as_deref().and_then(options).unwrap_or_else(first))
 }
 
 fn words(options: &[String]) -> String {
@@ -93,21 +99,27 @@ mod tests {
         let main = dir.path().join("config.toml");
         std::fs::write(&main, "imports = ['more/*.toml']\n").unwrap();
         std::fs::create_dir(dir.path().join("more")).unwrap();
-        assert_eq!(last_command(&main), ENABLE);
-        let path = dir.path().join("more/pause-sandboxer.toml");
-        let shim_only = dir.path().join("more/pause-sandboxer-runc-shim.toml");
-        std::fs::write(&shim_only, head(&["--shim-only".to_owned()], "runc")).unwrap();
-        assert_eq!(last_command(&main), command(&["--shim-only".to_owned()]));
-        std::fs::remove_file(&shim_only).unwrap();
-        for all in [&[][..], &["--default"], &["--offline", "--handler a", "--options-of b--c"]] {
-            let all: Vec<String> = all.iter().map(ToString::to_string).collect();
-            let text = head(&all, "nvidia") + "version = 3\n";
-            assert_eq!((options(&text), base(&text)), (Some(all.clone()), Some("nvidia")));
-            std::fs::write(&path, &text).unwrap();
-            assert_eq!(last_command(&main), command(&all));
-            // The file of another.
-            std::fs::write(&path, text.trim_start_matches(MARK)).unwrap();
-            assert_eq!(last_command(&main), ENABLE);
+        for (mode, name, first) in [
+            (Mode::Sandboxer, "pause-sandboxer.toml", &[][..]),
+            (Mode::ShimOnly, "pause-sandboxer-runc-shim.toml", &[SHIM_ONLY]),
+        ] {
+            let owned = |all: &[&str]| all.iter().map(ToString::to_string).collect::<Vec<_>>();
+            // The drop-in of the other mode does not count.
+            assert_eq!(last_command(&main, mode), command(&owned(first)));
+            let path = dir.path().join("more").join(name);
+            for more in
+                [&[][..], &["--default"], &["--offline", "--handler a", "--options-of b--c"]]
+            {
+                let all = owned(&[first, more].concat());
+                let text = head(&all, "nvidia") + "version = 3\n";
+                assert_eq!((options(&text), base(&text)), (Some(all.clone()), Some("nvidia")));
+                std::fs::write(&path, &text).unwrap();
+                assert_eq!(last_command(&main, mode), command(&all));
+                // The file of another.
+                std::fs::write(&path, text.trim_start_matches(MARK)).unwrap();
+                assert_eq!(last_command(&main, mode), command(&owned(first)));
+                std::fs::write(&path, text).unwrap();
+            }
         }
     }
 }

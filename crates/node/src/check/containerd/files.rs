@@ -152,8 +152,9 @@ impl Main {
             .collect()
     }
 
-    /// Whether a containerd was started before one of the files was written last.
-    pub(super) fn written_after(&self, started: SystemTime, unit: &str) -> Option<Finding> {
+    /// Whether a containerd was started before one of the files was written last. `restart` is the
+    /// remedy.
+    pub(super) fn written_after(&self, started: SystemTime, restart: &str) -> Option<Finding> {
         let newer = self.newer(started);
         let newer: Vec<String> = newer.iter().map(|path| path.display().to_string()).collect();
         if newer.is_empty() {
@@ -163,9 +164,7 @@ impl Main {
             "containerd was started before {} was written, and has not read it",
             newer.join(" and ")
         );
-        let advice =
-            format!("systemctl restart {unit}, while the daemon responds; pods keep running");
-        Some(Finding::warn(CONFIG, fact, advice))
+        Some(Finding::warn(CONFIG, fact, restart))
     }
 }
 
@@ -260,7 +259,7 @@ mod tests {
         let mut main = main(&format!("imports = ['one.toml', '{directory}/*.toml']"));
         main.path = file("c.toml");
         let after = |main: &Main, seconds| {
-            main.written_after(UNIX_EPOCH + Duration::from_secs(seconds), "k3s.service")
+            main.written_after(UNIX_EPOCH + Duration::from_secs(seconds), "restart it")
         };
         assert!(after(&main, 1000).is_none());
         set("20.toml", 2000);

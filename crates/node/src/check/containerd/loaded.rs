@@ -17,8 +17,13 @@ pub(super) enum Answer {
 }
 
 /// Asks CRI for its runtime handlers. `ours` are those of the merged config that name this
-/// sandboxer.
-pub(super) async fn ask(node: &NodeContainerd, ours: &[String], cri: &CriClient) -> Answer {
+/// sandboxer or its shim; `restart` is the remedy if it lacks one.
+pub(super) async fn ask(
+    node: &NodeContainerd,
+    ours: &[String],
+    cri: &CriClient,
+    restart: &str,
+) -> Answer {
     if !node.runs_with_file {
         // The finding of the socket says so; or the file is not containerd's.
         return Answer::NotAsked;
@@ -26,7 +31,7 @@ pub(super) async fn ask(node: &NodeContainerd, ours: &[String], cri: &CriClient)
     let reason = match tokio::time::timeout(TIMEOUT, cri.status()).await {
         Ok(Ok(status)) => {
             let known = CriClient::handlers_of(status);
-            return Answer::Loaded(loaded_finding(ours, &known, &node.unit));
+            return Answer::Loaded(loaded_finding(ours, &known, restart));
         }
         Ok(Err(step)) => step.to_string(),
         Err(_) => format!("CRI does not respond within {} s", TIMEOUT.as_secs()),
@@ -35,7 +40,7 @@ pub(super) async fn ask(node: &NodeContainerd, ours: &[String], cri: &CriClient)
     Answer::Silent(Finding::fail(SUBJECT, format!("{reason}, so no pod can start"), advice))
 }
 
-fn loaded_finding(ours: &[String], known: &[String], unit: &str) -> Option<Finding> {
+fn loaded_finding(ours: &[String], known: &[String], restart: &str) -> Option<Finding> {
     // A containerd that names none has not said which it has.
     let lacks = |name: &&String| !known.is_empty() && !known.contains(name);
     let lacking: Vec<String> = ours.iter().filter(lacks).map(|name| format!("{name:?}")).collect();
@@ -43,8 +48,7 @@ fn loaded_finding(ours: &[String], known: &[String], unit: &str) -> Option<Findi
         return None;
     }
     let fact = format!("has not loaded runtime handler {} of its config", lacking.join(", "));
-    let advice = format!("systemctl restart {unit}, while the daemon responds; pods keep running");
-    Some(Finding::fail(SUBJECT, fact, advice))
+    Some(Finding::fail(SUBJECT, fact, restart))
 }
 
 #[cfg(test)]
@@ -56,13 +60,13 @@ mod tests {
     fn a_handler_that_is_only_in_the_files_is_a_failure() {
         let finding = |known: &[&str]| {
             let known: Vec<String> = known.iter().map(|name| (*name).to_owned()).collect();
-            loaded_finding(&["a", "b"].map(str::to_owned), &known, "k3s.service")
+            loaded_finding(&["a", "b"].map(str::to_owned), &known, "restart it")
         };
         assert_eq!(finding(&["", "runc", "a", "b"]), None);
         let lacks = finding(&["", "runc"]).unwrap();
         assert_eq!(lacks.level, Level::Fail);
         assert_eq!(lacks.fact, "has not loaded runtime handler \"a\", \"b\" of its config");
-        assert!(lacks.advice.starts_with("systemctl restart k3s.service"), "{lacks}");
+        assert_eq!(lacks.advice, "restart it");
         assert_eq!(finding(&[]), None);
     }
 }

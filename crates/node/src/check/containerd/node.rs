@@ -11,7 +11,7 @@ use super::config;
 use super::enabled;
 use super::files::Main;
 use super::running::{ContainerdProgram, Flags, Running};
-use super::{Release, same_file};
+use super::{Mode, Release, same_file};
 
 /// The program to examine if none runs.
 const CONTAINERD: &str = "containerd";
@@ -76,9 +76,14 @@ impl NodeContainerd {
                 && std::env::split_paths(&listed).any(|directory| directory.join(path).is_file())
     }
 
-    /// The command that repeats the last `enable`.
-    pub(crate) fn enable_command(&self) -> String {
-        enabled::last_command(&self.file)
+    /// The command that repeats the last `enable` of that mode.
+    pub(crate) fn enable_command(&self, mode: Mode) -> String {
+        enabled::last_command(&self.file, mode)
+    }
+
+    /// Whether a drop-in of that mode is at its place.
+    pub(super) fn has_drop_in(&self, mode: Mode) -> bool {
+        Main::read(&self.file).is_ok_and(|main| main.drop_in(mode).exists())
     }
 
     /// The config that the program merges from its files and options, in the newest version.

@@ -10,7 +10,7 @@ use toml::{Table, Value};
 
 use super::super::program::run;
 use super::super::{Finding, Subject, kubelet};
-use super::{CONFIG, NodeContainerd, all, find, proxy, runtimes, same_file, text};
+use super::{CONFIG, Mode, NodeContainerd, all, find, proxy, runtimes, same_file, text};
 use crate::trust::check_trusted;
 
 const SUBJECT: &str = "shim";
@@ -35,14 +35,19 @@ pub(super) fn handlers(table: &Table, ours: &[String]) -> Vec<String> {
 }
 
 /// The node, if its containerd has such handlers and does not know the sandboxer: nothing of the
-/// daemon is examined there. Without a daemon no setting says where containerd is.
+/// daemon is examined there. Without a daemon no setting says where containerd is. Of a config that
+/// containerd cannot load, the drop-ins count.
 pub(crate) async fn find_node(subject: &Subject) -> Option<Subject> {
     let mut found = subject.clone();
     let config = &mut found.config;
     if let Ok(Some(address)) = find::address(config, subject) {
         config.containerd_address = address;
     }
-    let merged = NodeContainerd::find(&found).dump().await.ok()?;
+    let node = NodeContainerd::find(&found);
+    let Ok(merged) = node.dump().await else {
+        let is_shim_only = node.has_drop_in(Mode::ShimOnly) && !node.has_drop_in(Mode::Sandboxer);
+        return is_shim_only.then_some(found);
+    };
     let Config { containerd_root, containerd_state, .. } = &mut found.config;
     for (key, path) in [("root", containerd_root), ("state", containerd_state)] {
         let set = merged.get(key).and_then(Value::as_str).filter(|set| !set.is_empty());

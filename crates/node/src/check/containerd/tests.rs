@@ -214,11 +214,15 @@ async fn without_containerd_at_the_address_enable_is_a_remedy() {
         let node = NodeContainerd::find(&subject);
         let shims =
             |_, _| -> Pin<Box<dyn Future<Output = Vec<Finding>>>> { Box::pin(async { vec![] }) };
-        let found = examine(&subject, &node, Some(false), &shims).await;
-        let problem = found.iter().find(|finding| finding.level == Level::Fail).unwrap();
-        let remedy = "; if one runs with another address, as in k3s, pause-sandboxer enable \
-                      --restart finds it";
-        assert!(problem.advice.ends_with(remedy), "{problem}");
+        for (has_daemon, option) in [(Some(false), ""), (None, " --shim-only")] {
+            let found = examine(&subject, &node, has_daemon, &shims).await;
+            let problem = found.iter().find(|finding| finding.level == Level::Fail).unwrap();
+            let remedy = format!(
+                "; if one runs with another address, as in k3s, pause-sandboxer enable \
+                 --restart{option} finds it"
+            );
+            assert!(problem.advice.ends_with(&remedy), "{problem}");
+        }
     }
 }
 
