@@ -199,7 +199,7 @@ pub struct Disable {
     /// Remove only this runtime handler [default: all that `enable` has added]
     #[arg(long, value_name = "NAME")]
     pub handler: Option<String>,
-    /// Wait until no pod uses the handler
+    /// Wait until no pod uses the handlers that are removed
     #[arg(long)]
     pub wait: bool,
     /// Print what needs the sandboxer, and change nothing: exit status 75 if pods need it, or its

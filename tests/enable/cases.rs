@@ -310,7 +310,7 @@ async fn what_others_can_write_and_a_second_command_are_refused(node: Arc<Node>)
     drop(lock);
     ensure!(etc.files() == before, "something has changed");
     // A handler of another sandboxer is left alone.
-    etc.run(&["enable", "--handler", "runc"]).refused("belongs to another sandboxer")?;
+    etc.run(&["enable", "--handler", "runc"]).refused("is defined elsewhere")?;
     // Two at once: one of them may be refused, and the files are whole.
     let two = [(); 2].map(|()| {
         etc.command(&["enable"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()

@@ -136,7 +136,7 @@ impl NodeOf<'_> {
         let dry = self.run(&["disable", "--dry-run"])?.well()?;
         ensure!(dry.contains("pause-sandboxer.toml\n+++ /dev/null\n"), "{dry}");
         let said = self.run_with_restart(&["disable"]).await?.well()?;
-        ensure!(said.contains("it no longer has the runtime handler"), "{said}");
+        ensure!(said.contains("it no longer has runtime handler runc-pause"), "{said}");
         let after = self.files();
         ensure!(after == before, "{name}: {:?}, before: {:?}", after.keys(), before.keys());
         for unit in ["service", "socket"] {

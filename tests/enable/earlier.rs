@@ -75,7 +75,7 @@ async fn a_second_disable_unloads_the_handler(node: Arc<Node>) -> Result<()> {
     let pid = etc.node.containerd_pid()?;
     etc.run(&["disable"]).well()?;
     let said = etc.with_restart(&["disable"], always).await?.well()?;
-    ensure!(said.contains("it no longer has the runtime handler"), "{said}");
+    ensure!(said.contains("it no longer has runtime handler runc-pause"), "{said}");
     ensure!(etc.node.containerd_pid()? != pid, "containerd is not restarted: {said}");
     Ok(())
 }
@@ -91,7 +91,7 @@ async fn second_disable_fails_while_pods_use_handler(node: Arc<Node>) -> Result<
     ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
     pod.remove().await?;
     let said = etc.with_restart(&["disable"], always).await?.well()?;
-    ensure!(said.contains("it no longer has the runtime handler"), "{said}");
+    ensure!(said.contains("it no longer has runtime handler runc-pause"), "{said}");
     Ok(())
 }
 
@@ -119,11 +119,12 @@ async fn a_restart_that_fails_names_the_earlier_command(node: Arc<Node>) -> Resu
     let file = etc.node.layout().containerd_config().display().to_string();
     let said = ran.refused(&format!(
         "the handler was added by an earlier command: to remove it, run `pause-sandboxer disable \
-         --restart --containerd-config {file}`"
+         --handler runc-pause --restart --containerd-config {file}`"
     ))?;
     ensure!(!said.contains("all file changes are rolled back"), "{said}");
     let program = etc.node.parts().program("containerd").display().to_string();
-    let words = ["disable", "--containerd-config", &file, "--containerd", &program];
+    let words = ["disable", "--handler", HANDLER, "--containerd-config", &file];
+    let words = [&words[..], &["--containerd", &program]].concat();
     etc.with_restart(&words, |etc| !etc.drop_in().exists()).await?.well()?;
     ensure!(etc.node.cri().version().await.is_ok(), "containerd does not answer");
     let left = etc.files();

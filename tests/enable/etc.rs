@@ -33,8 +33,9 @@ pub(crate) struct Ran {
 }
 
 impl Etc {
-    /// Starts the daemon, if it does not run. Gives the node's containerd a config file of this version without the sandboxer, in a
-    /// directory of its own, and restarts it. `head` are the first lines.
+    /// Starts the daemon, if it does not run. Gives the node's containerd a config file of this
+    /// version without the sandboxer, in a directory of its own, and restarts it. `head` are the
+    /// first lines.
     pub(crate) async fn new(node: Arc<Node>, version: i64, head: &str) -> Result<Self> {
         // The kit finds it through containerd, which is to lose it.
         if node.sandboxer_pid().is_err() {

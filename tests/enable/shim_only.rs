@@ -18,6 +18,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         a_node_without_a_daemon_has_the_handler_of_the_shim,
         both_handlers_come_and_go_one_by_one,
         a_shim_that_others_can_change_or_that_does_not_run_is_refused,
+        a_config_that_containerd_cannot_load_leaves_a_node_without_a_daemon,
     ]
 }
 
@@ -121,7 +122,7 @@ async fn both_handlers_come_and_go_one_by_one(node: Arc<Node>) -> Result<()> {
     let pod = pod_with(&etc, &shim).await?;
     for handler in [SMALL, "runc"] {
         let refused = etc.run(&["enable", "--handler", handler]);
-        refused.refused("belongs to another sandboxer")?;
+        refused.refused("is defined elsewhere")?;
     }
     etc.with_restart(&["enable"], always).await?.well()?;
     let checked = etc.run(&["check"]).text;
@@ -132,8 +133,7 @@ async fn both_handlers_come_and_go_one_by_one(node: Arc<Node>) -> Result<()> {
         let tested = etc.run_beside(&["selftest", "--handler", handler]).await?.well()?;
         ensure!(tested.contains(&format!("\n{handler}: no leftover resources")), "{tested}");
     }
-    etc.run(&["enable", "--shim-only", "--handler", HANDLER])
-        .refused("belongs to another sandboxer")?;
+    etc.run(&["enable", "--shim-only", "--handler", HANDLER]).refused("is defined elsewhere")?;
 
     // containerd must not start without a daemon that it has a handler of.
     etc.node.stop_sandboxer().await?;
@@ -146,7 +146,16 @@ async fn both_handlers_come_and_go_one_by_one(node: Arc<Node>) -> Result<()> {
     pod.remove().await?;
     // Pods of the other handler are not in the way.
     let ours = etc.node.run(Handler::Ours, PodSpec::new("ours")).await?;
-    etc.with_restart(&remove, always).await?.well()?;
+    etc.run(&["disable", "--handler", "typo"]).refused(
+        "has no runtime handler \"typo\" of this sandboxer or its shim; it has [\"runc-pause\", \
+         \"runc-small\"]",
+    )?;
+    etc.node.stop_sandboxer().await?;
+    let late = etc.with_restart(&remove, always).await?;
+    late.refused("starts without it reports pods that it has as NotReady")?;
+    etc.node.start_sandboxer().await?;
+    let said = etc.with_restart(&remove, always).await?.well()?;
+    ensure!(said.contains("it no longer has runtime handler runc-small\n"), "{said}");
     ensure!(etc.handler(SMALL)?.is_none() && etc.handler(HANDLER)?.is_some(), "not only that one");
     etc.run(&["disable"]).refused("1 pod: default/ours (")?;
     ours.remove().await?;
@@ -178,7 +187,7 @@ async fn a_shim_that_others_can_change_or_that_does_not_run_is_refused(
     }
     let program = fs::read(&shim)?;
     fs::remove_file(&shim)?;
-    refused("No such file")?;
+    refused("No such file or directory (os error 2); install the package again: the shim must be")?;
     kit::write_program(&shim, b"#!/bin/sh\necho something else\n")?;
     refused("prints \"something else\"")?;
     fs::remove_file(&shim)?;
@@ -189,5 +198,18 @@ async fn a_shim_that_others_can_change_or_that_does_not_run_is_refused(
     let said = etc.run(&["check"]).refused("FAIL  shim: trust file ")?;
     ensure!(said.contains("so no pod of runtime handler \"runc-small\" can start"), "{said}");
     ensure!(said.contains("-> install it again") && said.matches("FAIL").count() == 1, "{said}");
+    Ok(())
+}
+
+/// Promise: check_names_the_remedy.
+async fn a_config_that_containerd_cannot_load_leaves_a_node_without_a_daemon(
+    node: Arc<Node>,
+) -> Result<()> {
+    let (etc, _) = with_programs(node).await?;
+    etc.node.stop_sandboxer().await?;
+    etc.run(&["enable", "--shim-only"]).well()?;
+    fs::write(etc.file(), fs::read_to_string(etc.file())? + "\n[")?;
+    let checked = etc.run(&["check"]).refused("FAIL  containerd config: ")?;
+    ensure!(checked.matches("FAIL").count() == 1 && !checked.contains("daemon"), "{checked}");
     Ok(())
 }

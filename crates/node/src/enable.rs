@@ -88,6 +88,14 @@ fn refuse<T>(reason: impl Into<String>) -> Result<T, EnableError> {
     Err(EnableError(reason.into()))
 }
 
+/// Refuses to restart containerd while no daemon answers, for which `reason` says why.
+fn refuse_restart<T>(reason: &str) -> Result<T, EnableError> {
+    refuse(format!(
+        "{reason}; without the daemon no pod of this sandboxer starts, and a containerd that \
+         starts without it reports pods that it has as NotReady"
+    ))
+}
+
 /// How a command changes the node.
 #[derive(Clone, Debug)]
 pub struct NodeChange {
@@ -128,9 +136,9 @@ impl NodeChange {
         Ok(located)
     }
 
-    /// The first steps of both commands after [`NodeChange::located`]: checks for a containerd, locks
-    /// the directory of its config, and reads the node. `must_run`: the config file of a containerd that does not
-    /// run must be named.
+    /// The first steps of both commands after [`NodeChange::located`]: checks for a containerd,
+    /// locks the directory of its config, and reads the node. `must_run`: the config file of a
+    /// containerd that does not run must be named.
     async fn begin(&self, must_run: bool) -> Result<(Option<ConfigLock>, NodeState), EnableError> {
         self.restart.as_ref().map_or(Ok(()), RestartBy::check)?;
         let containerd = NodeContainerd::find(&self.subject);
@@ -213,7 +221,7 @@ impl Enablement {
     /// The options that a repetition of the command needs.
     fn options(&self) -> Vec<String> {
         let mut options = Vec::new();
-        options.extend((self.mode == Mode::ShimOnly).then(|| "--shim-only".to_owned()));
+        options.extend((self.mode == Mode::ShimOnly).then(|| enabled::SHIM_ONLY.to_owned()));
         options.extend(self.default.then(|| enabled::DEFAULT.to_owned()));
         options.extend(self.offline.then(|| "--offline".to_owned()));
         options.extend(
@@ -297,7 +305,13 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
     let drop_in = node.drop_in(wanted.mode);
     pods::keep_handlers_in_use(config, &plan.lost, &drop_in.handlers()).await?;
     if let Some(shim) = &plan.handler.shim {
-        shim_only::version(shim.as_ref()).await?;
+        let version = shim_only::version(shim.as_ref()).await;
+        version.map_err(|reason| {
+            format!(
+                "{reason}; install the package again: the shim must be beside this program, and \
+                 only root may write it"
+            )
+        })?;
     }
     plan.notes.iter().cloned().for_each(&mut *say);
     let changes = &plan.changes;
@@ -317,10 +331,7 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
     let answers = if needs_daemon { pods::answering_daemon(config).await } else { Ok(()) };
     let without_daemon = answers.err();
     if let (Some(reason), true) = (&without_daemon, change.restart.is_some()) {
-        return refuse(format!(
-            "{reason}; without the daemon no pod of this sandboxer starts, and a containerd that \
-             starts without it reports pods that it has as NotReady"
-        ));
+        return refuse_restart(reason);
     }
     if change.restart.is_some() && !is_loaded {
         node.no_edits(&edited)?;
@@ -417,7 +428,7 @@ async fn load(
     };
     let earlier = format!(
         "; the handler was added by an earlier command: to remove it, run `pause-sandboxer disable \
-         --restart --containerd-config {}`",
+         --handler {handler} --restart --containerd-config {}`",
         node.containerd.file.display()
     );
     if changes.is_empty() {

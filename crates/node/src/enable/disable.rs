@@ -1,9 +1,9 @@
 //! `pause-sandboxer disable`.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use base::config::{Config, adopted_file};
-use base::error::StepError;
 use containerd_api::cri::CriClient;
 use toml::{Table, Value};
 
@@ -11,13 +11,16 @@ use super::changes::{Changes, FileChange};
 use super::drop_in::{self, DropIn, default_of};
 use super::main_config::BACKUP;
 use super::node_state::{NodeState, loaded_handlers};
-use super::pods::{self, Pods};
 use super::{EnableError, Mode, NO_CHANGES, NodeChange, Say};
-use super::{ordering, plan, refuse, restart, restart_yourself};
+use super::{ordering, plan, pods, refuse, refuse_restart, restart, restart_yourself};
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
 use crate::check::containerd::{NodeContainerd, enabled};
 use crate::oci_image;
+
+mod blocking_pods;
+
+pub(super) use blocking_pods::BlockingPods;
 
 /// Polling interval of the pods.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -27,7 +30,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub struct Disablement {
     /// The node, and how it is changed.
     pub change: NodeChange,
-    /// Wait until no pod needs the handler.
+    /// Wait until no pod needs the handlers that are removed.
     pub wait: bool,
     /// Remove only this runtime handler.
     pub handler: Option<String>,
@@ -44,6 +47,10 @@ pub(super) struct Removal {
     own: usize,
     /// The runtime handlers of the drop-ins, and those in other files that need this program's.
     pub(super) handlers: Vec<String>,
+    /// The other handlers of these kinds, which stay.
+    kept: Vec<String>,
+    /// Whether a handler of this sandboxer stays.
+    keeps_sandboxer: bool,
     /// Those that containerd has loaded, and that its files no longer have; `None` if it does not
     /// say which it has.
     pub(super) stale: Option<Vec<String>>,
@@ -86,20 +93,50 @@ impl Removal {
             ordering::order(None, &mut changes)?;
         }
         let own = changes.len() - of_containerd;
-        let known = node.merged.iter().map(|merged| merged_config::all(merged, config));
-        let named = known.flat_map(|known| Mode::ALL.map(|mode| known.of(mode).to_vec()).concat());
-        let mut handlers: Vec<String> =
-            drop_ins.iter().flat_map(|drop_in| drop_in.handlers()).chain(named).collect();
-        handlers.retain(is_wanted);
-        handlers.sort();
-        handlers.dedup();
+        let known = node.merged.as_ref().map(|merged| merged_config::all(merged, config));
+        let all_of = |mode| {
+            let named = known.iter().flat_map(|known| known.of(mode).to_vec());
+            node.drop_in(mode).handlers().into_iter().chain(named).collect::<BTreeSet<String>>()
+        };
+        let mut all = all_of(Mode::Sandboxer);
+        let keeps_sandboxer = !all.iter().all(is_wanted);
+        all.extend(all_of(Mode::ShimOnly));
+        let (handlers, kept) = all.into_iter().partition(is_wanted);
         let mut stale = node.stale(config);
         stale.iter_mut().for_each(|stale| stale.retain(is_wanted));
         let mut texts = drop_ins.iter().filter_map(|drop_in| drop_in.text.as_deref());
         let text = texts.find(|text| default_of(text).is_some()).unwrap_or_default();
         let options = enabled::options(text).unwrap_or_default();
         let (default, only) = (default_of(text), only.cloned());
-        Ok(Self { changes, modes, only, own, handlers, stale, default, options })
+        Ok(Self {
+            changes,
+            modes,
+            only,
+            own,
+            handlers,
+            kept,
+            keeps_sandboxer,
+            stale,
+            default,
+            options,
+        })
+    }
+
+    /// Fails if there is no handler of the name that alone is to be removed.
+    ///
+    /// # Errors
+    /// The handlers that there are.
+    fn has_named(&self, node: &NodeState) -> Result<(), EnableError> {
+        let Some(only) = &self.only else { return Ok(()) };
+        if !self.lost().is_empty() {
+            return Ok(());
+        }
+        refuse(format!(
+            "containerd's config {} has no runtime handler {only:?} of this sandboxer or its shim; \
+             it has {:?}",
+            node.containerd.file.display(),
+            self.kept
+        ))
     }
 
     /// The drop-ins that are removed.
@@ -172,9 +209,16 @@ pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableErr
     let removal = loop {
         // A config that containerd does not load is no obstacle: this may be what corrects it.
         let removal = Removal::new(&node, change, wanted.handler.as_ref())?;
+        removal.has_named(&node)?;
         if change.dry_run {
             say(removal.shown(&node));
             return Ok(());
+        }
+        if change.restart.is_some()
+            && removal.keeps_sandboxer
+            && let Err(reason) = pods::answering_daemon(config).await
+        {
+            return refuse_restart(&reason);
         }
         if change.restart.is_some() && removal.changes_containerd() {
             node.only_own_changes(&removal.drop_ins(&node))?;
@@ -252,121 +296,6 @@ async fn verify(node: &NodeState, removal: &Removal, config: &Config) -> Result<
     }
     let Some(before) = before else { return Ok(()) };
     plan::unchanged(before, &after, &removal.handlers, false, config)
-}
-
-/// The pods that prevent the removal.
-#[derive(Debug, Default, PartialEq)]
-pub(super) struct BlockingPods {
-    pub(super) pods: Pods,
-    /// The runtime handlers that they need, as far as CRI says so.
-    handlers: Vec<String>,
-    /// The handlers among them that others defined, in files that containerd's config no longer
-    /// has.
-    of_others: Vec<String>,
-    /// Why CRI, which may know others, does not list them.
-    pub(super) unknown: Option<String>,
-}
-
-impl BlockingPods {
-    /// Finds the sandboxes of the daemon, and the pods that CRI knows, such as those that a reboot
-    /// has ended.
-    ///
-    /// # Errors
-    /// The records of a daemon that does not answer cannot be read.
-    pub(super) async fn find(
-        subject: &Subject,
-        removal: &Removal,
-        has_time: bool,
-    ) -> Result<Self, StepError> {
-        let config = &subject.config;
-        let ours = match removal.modes == [Mode::ShimOnly] {
-            true => Pods::new(),
-            false => pods::of_daemon(config).await?,
-        };
-        let mut found = Self { pods: ours.clone(), ..Self::default() };
-        if let Err(step) = found.add_pods_of_cri(config, removal, &ours).await {
-            // A containerd that starts lists them later. A stopped one cannot, and the
-            // removal may be what lets it start; it may also be between two starts, if there is
-            // time to wait.
-            let runs = NodeContainerd::find(subject).pid.is_some();
-            found.unknown = (runs || has_time).then(|| step.to_string());
-        }
-        Ok(found)
-    }
-
-    /// Adds the pods of CRI to those of the daemon, `ours`. A containerd without CRI has none.
-    async fn add_pods_of_cri(
-        &mut self,
-        config: &Config,
-        removal: &Removal,
-        ours: &Pods,
-    ) -> Result<(), StepError> {
-        let cri = CriClient::new(&config.containerd_address);
-        if !cri.is_served().await? {
-            return Ok(());
-        }
-        for name in removal.lost() {
-            let left = pods::of_cri(&cri, &name).await?;
-            if left.is_empty() {
-                continue;
-            }
-            if !removal.handlers.contains(&name) && !left.keys().all(|id| ours.contains_key(id)) {
-                self.of_others.push(name.clone());
-            }
-            self.handlers.push(name);
-            self.pods.extend(left);
-        }
-        Ok(())
-    }
-
-    fn is_empty(&self) -> bool {
-        self.pods.is_empty() && self.unknown.is_none()
-    }
-
-    /// The reason to roll back the changes; `None`: there are no pods. `when` says when the pods
-    /// started, and what to do.
-    fn reason(&self, when: &str) -> Option<String> {
-        match &self.unknown {
-            Some(reason) if self.pods.is_empty() => Some(format!(
-                "CRI does not list the pods, so it is unknown whether one needs the handler: \
-                 {reason}. Run `disable` again when CRI answers"
-            )),
-            _ if self.pods.is_empty() => None,
-            _ => Some(format!("{} started {when}", pods::shown(&self.pods))),
-        }
-    }
-
-    /// Why the pods prevent the removal, and what to do.
-    fn refusal(&self, removal: &Removal) -> String {
-        if let (true, Some(reason)) = (self.pods.is_empty(), &self.unknown) {
-            return format!(
-                "containerd runs, but CRI does not list the pods that need the handler: {reason}. \
-                 Run the command again when CRI answers, or use --wait. If CRI never answers, stop \
-                 containerd, run `disable` without --restart, and start containerd"
-            );
-        }
-        let known = if self.handlers.is_empty() { removal.lost() } else { self.handlers.clone() };
-        let handlers = match known.as_slice() {
-            [] => "of this sandboxer".to_owned(),
-            known => known.join(", "),
-        };
-        let mut reason = format!(
-            "{}: they need runtime handler {handlers}, and without it their containers cannot be \
-             started again, and pods of the sandboxer can neither be stopped nor removed. Remove \
-             them, or use --wait",
-            pods::shown(&self.pods)
-        );
-        if let Some((fact, command)) = removal.default_handler() {
-            reason += &format!(". {fact}: first run {command}");
-        }
-        if !self.of_others.is_empty() {
-            reason += &format!(
-                ". containerd's config no longer has {}: restore the config file that defines it",
-                self.of_others.join(", ")
-            );
-        }
-        reason
-    }
 }
 
 /// Returns when no pod needs the handlers; whether it has waited.
@@ -450,7 +379,10 @@ async fn unload(
         }
         return Err(restart.after_rollback(changes, &reason).await);
     }
-    say("restarted containerd: it no longer has the runtime handler".to_owned());
+    say(match lost.join(", ") {
+        lost if lost.is_empty() => "restarted containerd".to_owned(),
+        lost => format!("restarted containerd: it no longer has runtime handler {lost}"),
+    });
     remove_pause(&node.containerd, &cri, say).await;
     Ok(())
 }

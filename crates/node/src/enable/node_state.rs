@@ -117,9 +117,9 @@ impl NodeState {
             return Ok(());
         }
         refuse(format!(
-            "another program or user has changed {} since containerd started: a restart would \
-             apply that change too, and this command could not undo it. Restart containerd first: \
-             {}",
+            "another command, program or user has changed {} since containerd started: a restart \
+             would apply that change too, and this command could not undo it. Restart containerd \
+             first: {}",
             shown(edited, " and "),
             RestartBy::Systemd.command(&self.containerd.unit)
         ))

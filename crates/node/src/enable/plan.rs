@@ -45,7 +45,7 @@ impl HandlerPlan {
     /// Decides what to add to a merged config. `old` is the text of the drop-in that is there.
     ///
     /// # Errors
-    /// Another sandboxer has that handler, or there is none whose settings can be taken over.
+    /// That handler is defined elsewhere, or there is none whose settings can be taken over.
     pub(super) fn new(
         wanted: &Enablement,
         before: Table,
@@ -60,8 +60,7 @@ impl HandlerPlan {
             || own_handlers.contains(&wanted.handler);
         if known.all.contains_key(&wanted.handler) && !is_own {
             return refuse(format!(
-                "runtime handler {:?} belongs to another sandboxer: use --handler NAME with \
-                 another name",
+                "runtime handler {:?} is defined elsewhere: use --handler NAME with another name",
                 wanted.handler
             ));
         }
@@ -172,7 +171,11 @@ impl HandlerPlan {
             ));
         }
         if wanted.default && known.default != wanted.handler {
-            return Err(format!("another file makes {:?} the default handler", known.default));
+            return Err(format!(
+                "another file makes {:?} the default handler: run its `enable` without --default \
+                 first, or remove default_runtime_name from that file",
+                known.default
+            ));
         }
         if !known.default.is_empty() && !known.all.contains_key(&known.default) {
             return Err(format!(
@@ -376,13 +379,10 @@ mod tests {
     }
 
     #[test]
-    fn the_handler_of_another_sandboxer_is_refused() {
+    fn a_handler_that_is_defined_elsewhere_is_refused() {
         let wanted = Enablement { handler: "nvidia".to_owned(), ..enablement() };
         let error = plan(&wanted, "runc", None).unwrap_err();
-        assert!(
-            error.contains("runtime handler \"nvidia\" belongs to another sandboxer"),
-            "{error}"
-        );
+        assert!(error.contains("runtime handler \"nvidia\" is defined elsewhere"), "{error}");
     }
 
     #[test]
@@ -409,7 +409,7 @@ mod tests {
         assert_eq!(plan(&wanted).unwrap().base, "runc");
         assert_eq!(plan(&enablement()).unwrap().base, "runc");
         let other = Enablement { mode: Mode::Sandboxer, ..wanted.clone() };
-        assert!(plan(&other).unwrap_err().to_string().contains("belongs to another sandboxer"));
+        assert!(plan(&other).unwrap_err().to_string().contains("is defined elsewhere"));
         let kata = Enablement { options_of: Some("kata".to_owned()), ..wanted };
         assert!(plan(&kata).is_err());
     }
@@ -419,7 +419,7 @@ mod tests {
         let wanted = enablement();
         let plan = plan(&wanted, "runc", None).unwrap();
         let added = plan.contents(&wanted).text(None).unwrap();
-        let after = |change: (&str, &str)| -> Result<(), String> {
+        let after_of = |wanted: &Enablement, change: (&str, &str)| -> Result<(), String> {
             let mut table = merged("runc");
             let more: Table = added.parse().unwrap();
             table.insert("proxy_plugins".to_owned(), more["proxy_plugins"].clone());
@@ -429,9 +429,14 @@ mod tests {
             let text = table.to_string();
             let changed = text.replace(change.0, change.1);
             assert!(change.0.is_empty() || changed != text, "{} is not in\n{text}", change.0);
-            plan.verify(&wanted, &changed.parse().unwrap())
+            plan.verify(wanted, &changed.parse().unwrap())
         };
+        let after = |change: (&str, &str)| after_of(&wanted, change);
         after(("", "")).unwrap();
+        let default = Enablement { default: true, ..wanted.clone() };
+        let error = after_of(&default, ("", "")).unwrap_err();
+        let part = "makes \"runc\" the default handler: run its `enable` without --default first";
+        assert!(error.contains(part), "{error}");
         for (from, to, part) in [
             ("/r\"", "/x\"", "would change its setting root"),
             ("/nvidia", "/other", "would change runtime handler \"nvidia\""),
