@@ -21,7 +21,7 @@ pub use shims::{examine as shims, inheritance};
 
 /// Examines the node, in the order in which problems must be solved.
 pub async fn run(config: &Config) -> Vec<Finding> {
-    let mut findings = kernel::examine();
+    let mut findings = kernel::examine(config);
     findings.extend(capabilities::examine(config));
     findings.extend(cgroup::examine());
     findings.extend(smoke::examine(config).await);

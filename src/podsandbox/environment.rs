@@ -14,7 +14,7 @@ use crate::id::SandboxId;
 use crate::mounts::Mounts;
 use crate::pause::Driver;
 use crate::process::inheritance::Inheritance;
-use crate::shim::own::{OwnShim, VOLATILE_ROOTFS};
+use crate::shim::own::OwnShim;
 use crate::shim::{self, Shims};
 use crate::telemetry::Telemetry;
 
@@ -68,14 +68,14 @@ impl Environment {
     ) -> Result<Self, StepError> {
         let layout = Arc::new(Layout::new(&config));
         let set = config.shim_env.iter().map(|v| (v.name.clone(), v.value.clone()));
-        let volatile = config.volatile_rootfs.then(|| (VOLATILE_ROOTFS.to_owned(), "1".to_owned()));
         let settings = shim::ShimSettings {
             containerd_address: config.containerd_address.clone(),
             containerd_state: config.containerd_state.clone(),
             state_dir: config.state_dir.clone(),
             sandboxes: layout.records.clone(),
             own,
-            environment: set.chain(volatile).collect(),
+            environment: set.collect(),
+            volatile_rootfs: config.volatile_rootfs,
             limits: config.container_limits.clone(),
             own_shim,
         };

@@ -16,6 +16,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::Semaphore;
 
 use super::ShimSettings;
+use super::own::{OwnShim, VOLATILE_ROOTFS};
 use crate::config::CONTAINERD_NAMESPACE;
 use crate::error::{IoContext as _, StepError};
 use crate::process::inheritance::Inheritance;
@@ -92,16 +93,21 @@ pub fn server_arguments(settings: &ShimSettings, id: &str) -> Vec<OsString> {
     ]
 }
 
-/// The environment of a shim's server, `NAME=value`.
+/// The environment of a shim's server, `NAME=value`. `own` is this project's own shim, if that is
+/// the pod's: others would pass on the variable of its mounts to runtimes.
 pub fn server_environment(
     settings: &ShimSettings,
     inheritance: &Inheritance,
     id: &str,
+    own: Option<&OwnShim>,
 ) -> Vec<OsString> {
     const SERVICE: &str = "OTEL_SERVICE_NAME";
     let mut environment = environment(settings, inheritance, "4");
     if !settings.environment.contains_key(SERVICE) {
         environment.insert(SERVICE.into(), format!("containerd-shim-{id}").into());
+    }
+    if own.is_some() && settings.volatile_rootfs {
+        environment.insert(VOLATILE_ROOTFS.into(), "1".into());
     }
     let join = |(mut name, value): (OsString, OsString)| {
         name.push("=");
@@ -212,14 +218,26 @@ mod tests {
             sandboxes: "/own/sandboxes".into(),
             own: Inheritance::read("self").unwrap(),
             environment: variables.iter().cloned().collect(),
+            volatile_rootfs: true,
             limits: Vec::new(),
             own_shim: None,
         };
         let server = |variables: &[(String, String)]| {
-            server_environment(&settings(variables), &Inheritance::read("self").unwrap(), "pod")
+            let own = Inheritance::read("self").unwrap();
+            server_environment(&settings(variables), &own, "pod", None)
         };
+        let program = OwnShim::open("/bin/sh".into()).unwrap();
+        let of_own = server_environment(
+            &settings(&[]),
+            &Inheritance::read("self").unwrap(),
+            "pod",
+            Some(&program),
+        );
+        let volatile = format!("{VOLATILE_ROOTFS}=1").into();
         let own = server(&[]);
         assert!(!has_core_domain(&own), "{own:?}");
+        // The shims of runtimes would pass it on.
+        assert!(of_own.contains(&volatile) && of_own.len() == own.len() + 1, "{of_own:?}");
         let changed = server(&[set("SCHED_CORE", "1"), set("GOMAXPROCS", "9"), set("X", "y=z")]);
         assert!(has_core_domain(&changed), "{changed:?}");
         for expected in ["SCHED_CORE=1", "GOMAXPROCS=9", "X=y=z", "NAMESPACE=k8s.io"] {

@@ -65,6 +65,8 @@ pub struct ShimSettings {
     pub own: Inheritance,
     /// Variables that an operator has set for shims.
     pub environment: BTreeMap<String, String>,
+    /// The own shim mounts root file systems with the option `volatile`.
+    pub volatile_rootfs: bool,
     /// Limits of containers that an operator has set.
     pub limits: Vec<ContainerLimit>,
     /// This project's own shim, if it can be used.

@@ -161,7 +161,8 @@ impl PodShim {
         let errors = shim_log::writer(&bundle.log())?;
         bundle.record(Some(&Recorded::Launching))?;
         let inheritance = self.inheritance();
-        let environment = command::server_environment(settings, &inheritance, &self.id);
+        let environment =
+            command::server_environment(settings, &inheritance, &self.id, self.own_shim());
         let launched = self.shims.launcher.launch(&Launch {
             program,
             arguments: &command::server_arguments(settings, &self.id),

@@ -169,8 +169,8 @@ pub struct Config {
     pub container_limits_max: Vec<ContainerLimit>,
     /// The own shim mounts the overlays of containers' root file systems with the option
     /// `volatile`: their unmount does not sync the node's disk. In these file systems, but not in
-    /// volumes, fsync(2) then has no effect. Needs Linux 5.10. Applies to pods whose shim starts
-    /// after the change.
+    /// volumes, fsync(2) then has no effect. Needs Linux 5.10: on an older kernel no container
+    /// starts. Applies to pods whose shim starts after the change.
     #[arg(long, verbatim_doc_comment, action = ArgAction::Set, value_name = "BOOL")]
     #[arg(num_args = 0..=1, default_missing_value = "true")]
     pub volatile_rootfs: bool,

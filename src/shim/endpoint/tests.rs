@@ -30,6 +30,7 @@ pub(in crate::shim) fn settings(dir: &Path, own_shim: Option<OwnShim>) -> ShimSe
         sandboxes: dir.to_owned(),
         own: crate::process::inheritance::Inheritance::read("self").unwrap(),
         environment: Default::default(),
+        volatile_rootfs: false,
         limits: Vec::new(),
         own_shim,
     }
