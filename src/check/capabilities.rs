@@ -20,8 +20,8 @@ const NEEDED: &[(u32, &str, &str)] = &[
     (21, "CAP_SYS_ADMIN", "to create namespaces and mounts"),
 ];
 
-/// CAP_SYS_RESOURCE: lowers `oom_score_adj` (proc_pid_oom_score_adj(5)). It also raises hard limits,
-/// see [`super::shims::inheritance`].
+/// CAP_SYS_RESOURCE: lowers `oom_score_adj` (proc_pid_oom_score_adj(5)). It also raises hard
+/// limits, see [`super::shims::inheritance`].
 const SYS_RESOURCE: u32 = 24;
 
 /// Examines its own process.

@@ -16,8 +16,8 @@
 //! - `linux.cgroupsPath` without a parent: none, as the pause process stays in the daemon's cgroup;
 //!   the built-in has `/<namespace>/<id>`.
 //! - `ociVersion`: 1.2.0, as all of it is known to containerd 2.0; the built-in has containerd's.
-//! - mounts of `/etc/hostname` and `/etc/hosts`: those of the pod's containers; the built-in's pause
-//!   has neither.
+//! - mounts of `/etc/hostname` and `/etc/hosts`: those of the pod's containers; the built-in's
+//!   pause has neither.
 //! - annotation `podsandbox.image-name`: empty, as there is no image; the built-in has the pause
 //!   image.
 //!

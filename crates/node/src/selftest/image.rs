@@ -1,5 +1,5 @@
-//! The images of the test, which are made in memory: that of the containers, and a pause image where
-//! the node lacks the one that containerd needs.
+//! The images of the test, which are made in memory: that of the containers, and a pause image
+//! where the node lacks the one that containerd needs.
 
 use std::time::Duration;
 
