@@ -230,8 +230,7 @@ const STREAMS: &str = "containerd's own work, with the same time in both. The co
     not splice: a splice holds the lock of containerd's FIFO";
 
 /// Values with a bound that are not ratios.
-const BESIDE: [&str; 3] =
-    ["daemon_at_rest_mb", "pod_with_container_kb", "pod_after_1000_execs_kb"];
+const BESIDE: [&str; 3] = ["daemon_at_rest_mb", "pod_with_container_kb", "pod_after_1000_execs_kb"];
 
 /// All that was measured.
 #[derive(Debug, Default)]
