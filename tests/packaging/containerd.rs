@@ -97,7 +97,7 @@ fn into_a_config_of_version_2_with_handlers_it_would_hide_them() {
 fn the_shim_alone_has_the_built_in_controller() {
     let page = super::file("docs/shim.md");
     for main in ["version = 3\n", "version = 2\n"] {
-        let merged = merged_with("pause-sandboxer-runc-shim", main);
+        let merged = merged_with("runc-small", main);
         let handler = &runtime(&merged)["containerd"]["runtimes"]["runc-small"];
         assert_eq!(handler["runtime_type"].as_str(), Some("io.containerd.runc.v2"));
         let path = handler["runtime_path"].as_str().unwrap();

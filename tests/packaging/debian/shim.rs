@@ -47,6 +47,20 @@ fn every_packaged_file_exists() {
     assert_eq!(rpm["pre_uninstall_script"].as_str(), Some("packaging/debian/shim-scripts/prerm"));
 }
 
+/// The sandboxer's service and manual page are not in this package.
+#[test]
+fn the_page_names_no_service() {
+    let script = file("packaging/debian/generate");
+    let edit = script.split("\nsed '").nth(1).unwrap().split("' \\\n").next().unwrap();
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/debian/pause-sandboxer-runc-shim.8");
+    let output = Command::new("sed").args([edit, page]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.starts_with(".TH containerd-shim-runc-small-v2 8\n"), "{text}");
+    assert!(text.contains("\nWithout a command ") && text.contains("containerd (8)"), "{text}");
+    let sandboxer = text.lines().filter(|line| line.contains("sandboxer")).count();
+    assert!(sandboxer == 1 && !text.contains("service"), "only NAME names the project: {text}");
+}
+
 /// Runs the script before a removal on a node below `root`.
 fn before_removal(root: &Path, word: &str) -> Output {
     let mut script = file("packaging/debian/shim-scripts/prerm");
@@ -79,12 +93,15 @@ fn a_removal_is_refused_while_a_pod_has_the_shim() {
     for word in ["remove", "0"] {
         let output = before_removal(root.path(), word);
         let said = String::from_utf8_lossy(&output.stdout);
-        assert!(!output.status.success() && said.contains("(processes 21 22)"), "{word}: {said}");
+        assert!(!output.status.success() && said.contains("(processes 21 22; "), "{word}: {said}");
     }
     for word in ["upgrade", "1", "failed-upgrade"] {
         assert!(before_removal(root.path(), word).status.success(), "{word}");
     }
     fs::write(root.path().join(FORCE), "").unwrap();
-    assert!(before_removal(root.path(), "remove").status.success());
+    let output = before_removal(root.path(), "remove");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("by force"), "{said}");
+    assert!(said.contains("in the pods of processes 21 22, "), "{said}");
     assert!(!root.path().join(FORCE).exists(), "the next removal is forced too");
 }
