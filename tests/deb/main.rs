@@ -1,5 +1,6 @@
 //! The Debian package on a node: installed, used, restarted, upgraded, rebooted, removed, with pods
-//! alive all the while. Then the RPM package: installed, upgraded, removed.
+//! alive all the while. Then the RPM package: installed, upgraded, removed. Then the packages of
+//! the shim alone.
 //!
 //! For a node that may be messed up, with systemd, containerd, dpkg and rpm; `tests/deb/run-in-vm`
 //! runs it on the machine of `tests/vm`. What it does and what the node answers is printed as at a
@@ -22,6 +23,7 @@ use pods::Pods;
 mod kind;
 mod pods;
 mod rpm;
+mod shim_alone;
 
 const HANDLER: &str = "runc-pause";
 const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
@@ -57,12 +59,13 @@ ctr -n k8s.io snapshots ls | grep Active";
 
 fn main() {
     let packages: Vec<String> = std::env::args().skip(1).collect();
-    let [first, second, first_rpm, second_rpm] = &packages[..] else {
-        panic!("usage: deb DEB DEB RPM RPM: the packages before and after their upgrade");
+    let [first, second, first_rpm, second_rpm, shim, shim_rpm] = &packages[..] else {
+        panic!("usage: deb DEB DEB RPM RPM DEB RPM: before and after the upgrade, the shim alone");
     };
     if std::env::var("VM_BOOT").as_deref() == Ok("2") {
         after_the_reboot();
         rpm::comes_and_goes(first_rpm, second_rpm);
+        shim_alone::comes_and_goes(shim, shim_rpm);
         kind::try_it();
     } else {
         before_the_reboot(first, second);
