@@ -210,7 +210,7 @@ prepare: ## fetch and build what `check`, `conformance` and `test-node` need; ne
 	tests/deb/earlier-packages
 
 # CONFORMANCE="2.0.14 debian" runs it on others than the long-term release.
-conformance: ## critest, kubelet's test suite of CRI, with both controllers and shims; needs root and Go
+conformance: ## critest, the test suite of CRI, with both controllers and shims; needs root and Go
 	directory=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && \
 	export CONFORMANCE_DIR="$$directory" RESULTS_DIR="$(CURDIR)/target/results" && \
 	tests/kit/build-tests conformance >/dev/null && \
@@ -221,7 +221,7 @@ conformance: ## critest, kubelet's test suite of CRI, with both controllers and 
 
 # One case with its name: KUBERNETES_CASES=deployment
 # Its image is of this architecture only, so that it must not replace one that is for publication.
-test-kubernetes: $(HELM) ## pods of every kind in a cluster, which it builds first; needs root, cgroup v1
+test-kubernetes: $(HELM) ## pods of every kind in a cluster of its own; needs root, cgroup v1
 	$(MAKE) installer-image ARCHES=$$(dpkg --print-architecture) IMAGES=target/image/test
 	parts=$$(tests/kit/fetch-release $(LTS)) && \
 	kubernetes=$$(tests/kit/fetch-kubernetes $(KUBERNETES)) && \
@@ -244,7 +244,7 @@ fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 soak: parts ## random churn for 10 minutes, or SOAK_SECONDS; needs root
 	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
 
-test-deb: $(DEB) $(RPM) ## the packages on a node of their own, from installation to removal; needs Go
+test-deb: $(DEB) $(RPM) ## the packages on a node of their own, installed to removed; needs Go
 	tools=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && CRICTL=$$tools/crictl tests/deb/run-in-vm
 
 test-vm: ## the release's programs on a Debian node with systemd and cgroup v2; needs root and Go
@@ -260,7 +260,7 @@ $(RUST_SHIM):
 	CARGO_TARGET_DIR=target/tools/build $(CARGO) install --locked --root target/tools \
 		--version $(RUST_SHIM_VERSION) containerd-runc-shim
 
-bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; 12 min; needs root, Go
+bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; needs root, Go
 	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
 		$(CARGO) bench --locked --bench bench
 
