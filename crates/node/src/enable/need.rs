@@ -54,7 +54,8 @@ pub async fn need(change: &NodeChange) -> Result<Need, EnableError> {
     let subject = &change.subject;
     let containerd = NodeContainerd::find(subject);
     if !containerd.is_installed() {
-        let pods = pods::of_daemon(&subject.config).await?;
+        let mut pods = pods::of_daemon(&subject.config).await?;
+        pods.append(&mut pods::of_shims(&subject.config)?);
         return Ok(Need { pods, ..Need::default() });
     }
     let node = NodeState::read(subject).await?;

@@ -2,13 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use base::config::Config;
+use base::config::{CONTAINERD_NAMESPACE, Config};
 use base::error::{IoContext as _, StepError};
 use containerd_api::cri::CriClient;
 
 use super::{EnableError, refuse};
+use crate::check::containerd::{find, shim_only};
 use crate::client::{Client, ClientError, Sandbox};
 
 /// Most pods that a message names.
@@ -88,6 +90,50 @@ fn recorded(config: &Config) -> Result<Pods, StepError> {
         }
     }
     Ok(pods)
+}
+
+/// The pods whose shim runs without the daemon, by the processes of the shim beside this program:
+/// CRI lists no pod while containerd is stopped, and the handler may be gone from its config. They
+/// are those of the containerd of the settings, or of any known one if these name none.
+///
+/// # Errors
+/// The processes cannot be listed.
+pub(super) fn of_shims(config: &Config) -> Result<Pods, StepError> {
+    let program = shim_only::program().step("find the shim beside this program")?;
+    let of_settings = &config.containerd_address;
+    let is_named = *of_settings != Config::default().containerd_address;
+    with_shim(&program, |address| address == of_settings || !is_named && find::is_known(address))
+}
+
+fn with_shim(program: &Path, of_node: impl Fn(&Path) -> bool) -> Result<Pods, StepError> {
+    let processes = entries("/proc".as_ref(), "list processes")?;
+    let ids = processes.iter().filter_map(|process| pod_of_shim(process, program, &of_node));
+    Ok(ids.map(|id| (id, "a pod whose shim runs".to_owned())).collect())
+}
+
+/// The id of the pod whose shim a process is, by its directory in `/proc`. The name of its file is
+/// as the process sees it: in a container, or in the namespaces of another user, it is another
+/// file. The daemon's own shims have no option `-socket`.
+fn pod_of_shim(process: &Path, program: &Path, of_node: &impl Fn(&Path) -> bool) -> Option<String> {
+    let executed = std::fs::read_link(process.join("exe")).ok()?;
+    let executed = executed.to_str()?;
+    if Path::new(executed.strip_suffix(" (deleted)").unwrap_or(executed)) != program {
+        return None;
+    }
+    let root = |path: &Path| std::fs::metadata(path).ok().map(|root| (root.dev(), root.ino()));
+    let is_root = std::fs::metadata(process).ok()?.uid() == 0;
+    if !is_root || root(&process.join("root"))? != root("/".as_ref())? {
+        return None;
+    }
+    let arguments = std::fs::read_to_string(process.join("cmdline")).ok()?;
+    let arguments: Vec<&str> = arguments.split('\0').collect();
+    let value = |option: &str| {
+        let at = arguments.iter().position(|argument| *argument == option)?;
+        arguments.get(at + 1).copied()
+    };
+    value("-socket")?;
+    let is_pod = value("-namespace")? == CONTAINERD_NAMESPACE;
+    (is_pod && of_node(value("-address")?.as_ref())).then(|| value("-id").map(str::to_owned))?
 }
 
 /// The entries of a directory; none if it does not exist.
@@ -170,6 +216,52 @@ mod tests {
         let config = Config { state_dir: dir.path().join("file"), ..config };
         let step = of_daemon(&config).await.unwrap_err().to_string();
         assert!(step.starts_with("read records of sandboxes"), "{step}");
+    }
+
+    /// Promise: removal_waits_for_pods.
+    #[test]
+    fn a_shim_of_root_on_the_node_is_a_pod() {
+        use std::os::unix::fs::PermissionsExt as _;
+        use std::os::unix::process::CommandExt as _;
+        use std::process::{Command, Stdio};
+        if kit::skip_without_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let all = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(dir.path(), all).unwrap();
+        let program = dir.path().canonicalize().unwrap().join("shim");
+        let other = program.with_file_name("other");
+        for path in [&program, &other] {
+            kit::write_program(path, &std::fs::read("/bin/sh").unwrap()).unwrap();
+        }
+        let of_node = |address: &Path| address == Path::new("/n");
+        let run = |command: &mut Command, words: &str| {
+            command.args(["-c", "read line", "sh"]).args(words.split(' '));
+            command.stdin(Stdio::piped()).spawn().unwrap()
+        };
+        let mut processes = vec![
+            run(&mut Command::new(&program), "-namespace k8s.io -id a -address /n -socket /s"),
+            run(&mut Command::new(&program), "-namespace moby -id b -address /n -socket /s"),
+            run(&mut Command::new(&program), "-namespace k8s.io -id c -address /n"),
+            run(&mut Command::new(&program), "-namespace k8s.io -id d -address /m -socket /s"),
+            run(&mut Command::new(&other), "-namespace k8s.io -id e -address /n -socket /s"),
+            run(
+                Command::new(&program).uid(65534),
+                "-namespace k8s.io -id f -address /n -socket /s",
+            ),
+        ];
+        let mut ids: Vec<String> = with_shim(&program, of_node).unwrap().into_keys().collect();
+        assert_eq!(ids, ["a"]);
+        // A package replaces the file while it runs.
+        std::fs::remove_file(&program).unwrap();
+        ids = with_shim(&program, of_node).unwrap().into_keys().collect();
+        assert_eq!(ids, ["a"]);
+        for process in &mut processes {
+            process.kill().unwrap();
+            process.wait().unwrap();
+        }
+        assert!(with_shim(&program, of_node).unwrap().is_empty());
     }
 
     #[test]

@@ -61,6 +61,11 @@ const PLACES: &[Place] = &[
     },
 ];
 
+/// Whether the containerd of a distribution listens at this address.
+pub(crate) fn is_known(address: &Path) -> bool {
+    PLACES.iter().any(|place| Path::new(place.address) == address)
+}
+
 /// The address of the one containerd that runs; `None`: none runs at a known address. An address
 /// that the settings name counts alone.
 ///
