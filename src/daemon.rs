@@ -18,7 +18,7 @@ use pause_sandboxer::pause::native::Native;
 use pause_sandboxer::podsandbox::{Environment, selinux};
 use pause_sandboxer::process::inheritance::Inheritance;
 use pause_sandboxer::shim::{hang, own::OwnShim};
-use pause_sandboxer::{gc, logging, metrics_http, pool, process, wire};
+use pause_sandboxer::{cri_view, gc, logging, metrics_http, pool, process, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -156,7 +156,7 @@ fn own_shim(config: &Config) -> Option<OwnShim> {
 }
 
 /// Starts the tasks that no call waits for.
-fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 4] {
+fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 5] {
     let store = SandboxStore {
         address: config.containerd_address.clone(),
         namespace: CONTAINERD_NAMESPACE.to_owned(),
@@ -166,7 +166,9 @@ fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>;
     let all = Arc::clone(controller);
     let endpoints =
         move || all.live().iter().map(|sandbox| Arc::clone(sandbox.endpoint())).collect();
+    let (compared, address) = (Arc::clone(controller), config.containerd_address.clone());
     [
+        tokio::spawn(async move { cri_view::count(compared, &address, interval).await }),
         tokio::spawn(hang::end_hung_shims(endpoints)),
         tokio::spawn(gc::collect_containers(Arc::clone(controller), containers, interval)),
         tokio::spawn(gc::collect(Arc::clone(controller), store, interval)),

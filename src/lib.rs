@@ -6,6 +6,7 @@ pub mod cgroup;
 pub mod check;
 pub mod cli;
 pub mod controller;
+pub mod cri_view;
 pub mod exit;
 pub mod gc;
 pub mod log_context;

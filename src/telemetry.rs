@@ -74,6 +74,8 @@ metrics! {
         in_flight: Family<MethodLabels, Gauge> = "calls_in_flight";
         /// Sandboxes by state
         sandboxes: Family<StateLabel, Gauge> = "sandboxes";
+        /// Sandboxes that run although CRI lists their pods as NotReady
+        not_ready_in_cri: Gauge = "sandboxes_not_ready_in_cri";
         /// Pause processes that exited, by reason
         pause_exits: Family<ReasonLabel, Counter> = "pause_exits";
         /// Failed cleanups, each of which is retried

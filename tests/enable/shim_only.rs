@@ -102,6 +102,11 @@ async fn a_node_without_a_daemon_has_the_handler_of_the_shim(node: Arc<Node>) ->
     let pod = pod_with(&etc, &shim).await?;
     etc.run(&["disable"]).refused("1 pod: default/small (")?;
     etc.run(&["disable", "--check"]).refused("pod: default/small (")?;
+    // Then CRI lists no pod.
+    etc.node.stop_containerd().await?;
+    etc.run(&["disable"]).refused("1 pod: a pod whose shim runs (")?;
+    etc.run(&["disable", "--check"]).refused("pod: a pod whose shim runs (")?;
+    etc.node.start_containerd().await?;
     let said = etc.run(&["enable", "--shim-only", "--handler", "other"]);
     said.refused("keep the handler with --handler runc-small")?;
     pod.remove().await?;

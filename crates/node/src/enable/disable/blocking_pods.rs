@@ -24,21 +24,24 @@ pub(in crate::enable) struct BlockingPods {
 }
 
 impl BlockingPods {
-    /// Finds the sandboxes of the daemon, and the pods that CRI knows, such as those that a reboot
-    /// has ended.
+    /// Finds the sandboxes of the daemon, the pods whose shim runs without it, and the pods that
+    /// CRI knows, such as those that a reboot has ended.
     ///
     /// # Errors
-    /// The records of a daemon that does not answer cannot be read.
+    /// The records of a daemon that does not answer, or the processes, cannot be read.
     pub(in crate::enable) async fn find(
         subject: &Subject,
         removal: &Removal,
         has_time: bool,
     ) -> Result<Self, StepError> {
         let config = &subject.config;
-        let ours = match removal.modes == [Mode::ShimOnly] {
+        let mut ours = match removal.modes == [Mode::ShimOnly] {
             true => Pods::new(),
             false => pods::of_daemon(config).await?,
         };
+        if removal.modes.contains(&Mode::ShimOnly) {
+            ours.append(&mut pods::of_shims(config)?);
+        }
         let mut found = Self { pods: ours.clone(), ..Self::default() };
         if let Err(step) = found.add_pods_of_cri(config, removal, &ours).await {
             // A containerd that starts lists them later. A stopped one cannot, and the
