@@ -104,7 +104,10 @@ async fn a_node_without_a_daemon_has_the_handler_of_the_shim(node: Arc<Node>) ->
     etc.run(&["disable", "--check"]).refused("pod: default/small (")?;
     // Then CRI lists no pod.
     etc.node.stop_containerd().await?;
-    etc.run(&["disable"]).refused("1 pod: a pod whose shim runs (")?;
+    let program = etc.node.parts().program("containerd").display().to_string();
+    let config = etc.node.layout().containerd_config().display().to_string();
+    let named = ["disable", "--containerd", &program, "--containerd-config", &config];
+    etc.run(&named).refused("1 pod: a pod whose shim runs (")?;
     etc.run(&["disable", "--check"]).refused("pod: a pod whose shim runs (")?;
     etc.node.start_containerd().await?;
     let said = etc.run(&["enable", "--shim-only", "--handler", "other"]);
