@@ -73,15 +73,26 @@ fn before_removal(root: &Path, word: &str) -> Output {
 /// Promise: removal_waits_for_pods.
 #[test]
 fn a_removal_is_refused_while_a_pod_has_the_shim() {
+    // The processes are root's.
+    if kit::skip_without_root() {
+        return;
+    }
     let root = tempfile::tempdir().unwrap();
     let process = |pid: u32, executable: &str| {
         let directory = root.path().join(format!("proc/{pid}"));
         fs::create_dir_all(&directory).unwrap();
         symlink(executable, directory.join("exe")).unwrap();
+        symlink("/", directory.join("root")).unwrap();
+        directory
     };
     fs::create_dir_all(root.path().join("run")).unwrap();
     process(7, "/usr/bin/containerd-shim-runc-v2");
     process(8, &format!("{PROGRAM}-other"));
+    // In a container, and of a user who has mounted something there.
+    let inside = process(10, PROGRAM);
+    fs::remove_file(inside.join("root")).unwrap();
+    symlink(root.path(), inside.join("root")).unwrap();
+    std::os::unix::fs::chown(process(11, PROGRAM), Some(65534), None).unwrap();
     // A kernel thread has none.
     fs::create_dir_all(root.path().join("proc/9")).unwrap();
     for word in ["remove", "0"] {
