@@ -2,7 +2,7 @@
 //!
 //! containerd decides when it starts: if no daemon takes its connection then, it lists the pods of
 //! this sandboxer as NotReady until its next start, although it waits for their exit and the daemon
-//! answers their status. kubelet starts such pods anew.
+//! answers their status.
 
 use std::collections::BTreeSet;
 use std::path::Path;
