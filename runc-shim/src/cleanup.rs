@@ -91,7 +91,7 @@ fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
     let action = Action::Unmount;
     let (namespace, id) = (arguments.namespace.as_str(), arguments.id.as_str());
     let unmounted = match helper::start(&Work { action, namespace, id, bundle, input_file: None }) {
-        Ok(mut command) => match wait_or_kill(&mut command, UNMOUNT_TIMEOUT) {
+        Ok(command) => match wait_or_kill(&command, UNMOUNT_TIMEOUT) {
             Some(exit) if exit.status != 0 => {
                 Err(command.failure("failed rootfs umount", exit.status, Some(bundle)))
             }
@@ -106,8 +106,8 @@ fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
 
 /// Waits for a command and reaps it. Kills it after `time` and returns `None`, without waiting for
 /// its exit, because it may hang in the kernel.
-fn wait_or_kill(command: &mut Command, time: Duration) -> Option<Exit> {
-    let exited = command.wait(Some(Instant::now() + time)).ok().flatten();
+fn wait_or_kill(command: &Command, time: Duration) -> Option<Exit> {
+    let exited = command.wait(Instant::now() + time).ok().flatten();
     if exited.is_none() {
         // Not reaped yet, so the pid cannot have been reused.
         let _ = sys::kill(command.pid, libc::SIGKILL);
@@ -194,8 +194,8 @@ fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
 }
 
 fn run(runtime: &Runtime, id: &str, bundle: &Path, until: Instant) -> Result<(), Error> {
-    let mut command = runtime.start(&["delete", "--force", id], &Place::default())?;
-    match wait_or_kill(&mut command, until.saturating_duration_since(Instant::now())) {
+    let command = runtime.start(&["delete", "--force", id], &Place::default())?;
+    match wait_or_kill(&command, until.saturating_duration_since(Instant::now())) {
         Some(exit) if exit.status == 0 => Ok(()),
         Some(exit) => Err(command.failure("failed to delete task", exit.status, Some(bundle))),
         None => {

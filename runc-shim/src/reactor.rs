@@ -12,7 +12,7 @@ use rustix::io::Errno;
 /// epoll_pwait2(2), which Linux has from 5.11 on.
 const LONGEST_WAIT: Duration = Duration::from_secs(86_400);
 
-/// Delay between two attempts to copy a stream, or to read a pipe, that epoll cannot watch.
+/// Delay between two attempts to copy a stream that epoll cannot watch.
 pub const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
 
 /// The owner of a descriptor.
@@ -30,14 +30,11 @@ pub enum Source {
     Stream(u32),
     /// Notifications of the copier threads, or commands for one of them.
     Copier,
-    /// The ready descriptor of a logging program, by its pid.
-    Logger(u32),
-    /// OOM notifications of a container's cgroup, by the pid of the container's first process.
-    OomWatch(u32),
+    /// OOM notifications of a container's cgroup, by the pid of the container's first process, or
+    /// the ready descriptor of a logging program, by its pid.
+    Child(u32),
     /// The pidfd of the pause process.
     PauseProcess,
-    /// The log or the output of a running command, by its pid.
-    Output(u32),
 }
 
 impl Source {
@@ -48,11 +45,9 @@ impl Source {
             Self::Events => (2, 0),
             Self::Connection(id) => (3, id),
             Self::Stream(id) => (4, id),
-            Self::Logger(id) => (5, id),
-            Self::OomWatch(id) => (6, id),
-            Self::PauseProcess => (7, 0),
-            Self::Copier => (8, 0),
-            Self::Output(id) => (9, id),
+            Self::Child(id) => (5, id),
+            Self::PauseProcess => (6, 0),
+            Self::Copier => (7, 0),
         };
         kind << 32 | u64::from(id)
     }
@@ -65,11 +60,9 @@ impl Source {
             2 => Self::Events,
             3 => Self::Connection(id),
             4 => Self::Stream(id),
-            5 => Self::Logger(id),
-            6 => Self::OomWatch(id),
-            7 => Self::PauseProcess,
-            8 => Self::Copier,
-            9 => Self::Output(id),
+            5 => Self::Child(id),
+            6 => Self::PauseProcess,
+            7 => Self::Copier,
             _ => return None,
         })
     }
@@ -155,11 +148,9 @@ mod tests {
             Source::Events,
             Source::Connection(u32::MAX),
             Source::Stream(7),
-            Source::Logger(0),
-            Source::OomWatch(1),
+            Source::Child(1),
             Source::PauseProcess,
             Source::Copier,
-            Source::Output(2),
         ];
         for source in all {
             assert_eq!(Source::decode(source.encode()), Some(source));

@@ -12,10 +12,9 @@ use crate::error::{Context as _, Error};
 use crate::io::copiers::Copiers;
 use crate::process_key::ProcessKey;
 use crate::reactor::{Reactor, Source};
-use crate::runtime::command::Command;
 use crate::ttrpc::events::{About, Events, Kind};
 use crate::ttrpc::request::Request;
-use crate::ttrpc::response::{self, Answer};
+use crate::ttrpc::response::Answer;
 use crate::ttrpc::server::{Listener, Reply, Server};
 
 /// The shared parts of the shim.
@@ -116,12 +115,4 @@ impl Services {
         self.reactor.add(fd, source, EventFlags::IN)
     }
 
-    /// Has epoll report what a command writes. If epoll refuses that, because the node has no
-    /// memory, the output is read when the command has exited.
-    pub fn watch_output(&self, command: &Command) {
-        let source = Source::Output(response::unsigned(command.pid));
-        for pipe in command.open_pipes() {
-            let _ = self.watch(pipe, source);
-        }
-    }
 }

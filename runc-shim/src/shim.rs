@@ -135,9 +135,7 @@ impl Shim {
             }
             // `run` handles ended streams next; the copier threads handle the streams.
             Source::Copier | Source::Stream(_) => {}
-            Source::OomWatch(pid) | Source::Output(pid) | Source::Logger(pid) => {
-                self.child_ready(source, pid);
-            }
+            Source::Child(pid) => self.child_ready(pid),
             Source::PauseProcess => {
                 if let Some(sandbox) = &mut self.sandbox {
                     sandbox.process_ready(&mut self.services);
@@ -146,19 +144,16 @@ impl Shim {
         }
     }
 
-    /// Handles a descriptor that belongs to a child: the first process of a container, or a command
-    /// or a logging program, which may have exited and been reaped.
-    fn child_ready(&mut self, source: Source, pid: u32) {
+    /// Handles a descriptor that belongs to the first process of a container, or to a logging
+    /// program, which may have exited and been reaped.
+    fn child_ready(&mut self, pid: u32) {
         let Ok(pid) = i32::try_from(pid) else { return };
-        let found = self.containers.iter().find(|(_, it)| match source {
-            Source::OomWatch(_) => it.watches_oom_kills(pid),
-            _ => it.awaits(pid),
-        });
+        let mut all = self.containers.iter();
+        let found = all.find(|(_, it)| it.watches_oom_kills(pid) || it.awaits(pid));
         let Some(id) = found.map(|(id, _)| id.clone()) else { return };
-        self.with(&id, |it, services| match source {
-            Source::OomWatch(_) => it.oom_event(services),
-            Source::Logger(_) => it.logger_ready(services, pid),
-            _ => it.output_ready(services, pid),
+        self.with(&id, |it, services| match it.watches_oom_kills(pid) {
+            true => it.oom_event(services),
+            false => it.logger_ready(services, pid),
         });
     }
 

@@ -74,7 +74,7 @@ impl Container {
     /// failure is logged, and the container runs.
     pub(super) fn watch_oom_kills(&mut self, services: &Services, pid: i32) {
         let Some(cgroup) = &self.cgroup else { return };
-        let source = Source::OomWatch(response::unsigned(pid));
+        let source = Source::Child(response::unsigned(pid));
         match OomWatch::new(cgroup, &services.reactor, source) {
             Ok(watch) => self.oom_watch = watch,
             Err(e) => {

@@ -213,9 +213,6 @@ impl Container {
         let child = std::mem::take(&mut streams.child);
         let place = Place {
             stdio: Some(child.each_ref().map(|fd| fd.as_ref().map(|fd| fd.as_fd()))),
-            // The process of an exec or of a restored container runs at once and writes, too. The
-            // output for a logging program has a reader.
-            keeps_output: self.state == State::New && !streams.streams.is_empty(),
             directory: Some(bundle.as_fd()),
             input_file: input_file.as_ref().map(|input_file| input_file.as_fd()),
         };

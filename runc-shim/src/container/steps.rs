@@ -19,14 +19,12 @@ use crate::container::state::State;
 use crate::error::{Code, Error};
 use crate::exits::Exit;
 use crate::io::logger::Logger;
-use crate::log;
 use crate::reactor::Source;
 use crate::root::descendants;
 use crate::root::helper::{self, Action, Work};
 use crate::root::mark;
 use crate::runtime::Place;
 use crate::runtime::command::Command;
-use crate::runtime::output_pipe;
 use crate::services::Services;
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
@@ -94,7 +92,6 @@ impl Container {
         step: Step,
         command: Command,
     ) -> Answer {
-        services.watch_output(&command);
         services.children().add(command.pid, Child::Command(caller.key.clone()));
         self.wait_for(Wait::Command(command), caller, step)
     }
@@ -107,7 +104,7 @@ impl Container {
         step: Step,
         logger: Logger,
     ) -> Answer {
-        let source = Source::Logger(response::unsigned(logger.pid));
+        let source = Source::Child(response::unsigned(logger.pid));
         services.children().add(logger.pid, Child::Logger(caller.key.clone(), None));
         services.watch(&logger.ready, source)?;
         self.wait_for(Wait::Logger(logger), caller, step)
@@ -131,30 +128,11 @@ impl Container {
         Some(pending)
     }
 
-    /// Reads what a command has written.
-    pub fn output_ready(&mut self, services: &Services, pid: i32) {
-        let Some(pending) = self.pending.iter_mut().find(|pending| pending.has_pid(pid)) else {
-            return;
-        };
-        let Wait::Command(command) = &mut pending.wait else { return };
-        for pipe in command.pipes_mut() {
-            pipe.advance();
-            if pipe.has_ended() {
-                // It fails only if nothing is watched.
-                let _ = services.reactor.remove(&*pipe);
-            }
-        }
-    }
-
     /// Handles the exit of a command or helper: continues with the next step.
     pub fn command_ended(&mut self, services: &mut Services, pid: i32, exit: Exit) {
         let Some(pending) = self.take_pending(pid) else { return };
         let Pending { wait, step, caller, limit, is_cancelled, was_killed } = pending;
-        let Wait::Command(mut command) = wait else { return };
-        // A process that is being started may have a copy of the pipe.
-        for pipe in command.open_pipes() {
-            let _ = services.reactor.remove(pipe);
-        }
+        let Wait::Command(command) = wait else { return };
         let mut done = match exit.status {
             0 => Ok(()),
             status => {
@@ -176,11 +154,6 @@ impl Container {
         match &step {
             Step::Launch(Launch::Creating(..)) if caller.key == self.key => {
                 self.may_have_left_cgroup |= was_interrupted;
-                let output = output_pipe::last_text(&command.output());
-                if done.is_ok() && !output.is_empty() {
-                    let id = &self.key.id;
-                    log::warn(format_args!("container {id}: the runtime wrote: {output}"));
-                }
             }
             Step::Launch(Launch::Mounting { by_program: true }) if done.is_err() => {
                 // Processes that the program has left may still be about to mount.

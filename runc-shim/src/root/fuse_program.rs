@@ -2,22 +2,29 @@
 //! the program `mount.fuse` or `mount.fuse3` of the node, which runs the file system `NAME`, as in
 //! containerd's shim (`mountWithHelper` in containerd's `core/mount`).
 
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::fs::File;
+use std::io::Read as _;
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
 use containerd_shim_protos::api::Mount;
-use rustix::fs::{Mode, OFlags};
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{Pid, WaitOptions, waitpid};
 
 use crate::error::{Code, Context as _, Error};
-use crate::exits;
 use crate::runtime;
-use crate::runtime::command::Command;
-use crate::runtime::output_pipe;
-use crate::runtime::output_pipe::OutputPipe;
+use crate::runtime::command;
 use crate::sys;
 
 /// Prefixes of mount types, and the program that makes such a mount.
 const PROGRAMS: [(&str, &str); 2] = [("fuse.", "mount.fuse"), ("fuse3.", "mount.fuse3")];
+
+/// How much of the output of a program is read, bytes: what a pipe takes.
+const MAX_OUTPUT: usize = 64 << 10;
+
+/// The exit status of a program whose status is not known.
+const UNKNOWN: i32 = 255;
 
 /// A program that mounts, and the file system that it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,38 +62,39 @@ impl<'a> FuseProgram<'a> {
         let path = runtime::find_program(program)
             .context("the mount needs this program in the PATH of containerd")?;
         let null = runtime::null()?;
-        let (output, writer) = OutputPipe::new()?;
-        let writer = for_both_ends(&writer).context("open pipe for the output of a command")?;
+        let mut output = output_pipe().context("open pipe for the output of a command")?;
         let spawned = sys::spawn(&sys::Spawn {
             program: &path,
             arguments: &words,
             environment: &runtime::environment(),
             directory: None,
-            descriptors: &[(null.as_fd(), 0), (writer.as_fd(), 1), (writer.as_fd(), 2)],
+            descriptors: &[(null.as_fd(), 0), (output.as_fd(), 1), (output.as_fd(), 2)],
             dies_with_parent: true,
             own_group: false,
         });
         let pid = spawned.context(format_args!("exec {program}"))?;
-        let mut command = Command::without_log(pid, output);
-        // The shim kills it at the deadline. The file system's process may keep the pipe open.
-        let exit = command.wait(None).context(format_args!("wait for {program}"))?;
-        let status = exit.map_or(exits::UNKNOWN, |exit| exit.status);
+        // The shim kills it at the deadline.
+        let exited = waitpid(Pid::from_raw(pid), WaitOptions::empty());
+        let exited = exited.context(format_args!("wait for {program}"))?.map(|(_, status)| status);
+        let status = exited.and_then(|it| it.exit_status().or(it.terminating_signal().map(|it| 128 + it)));
+        let status = status.unwrap_or(UNKNOWN);
         if status == 0 {
-            rustix::fs::fcntl_setfl(&writer, OFlags::RDWR | OFlags::NONBLOCK)
-                .context("leave the output to the file system")?;
             return Ok(());
         }
-        let output = output_pipe::last_text(&command.output());
+        let mut text = vec![0; MAX_OUTPUT];
+        let count = output.read(&mut text).unwrap_or(0);
+        let output = command::last_text(text.get(..count).unwrap_or_default());
         let separator = if output.is_empty() { "" } else { ": " };
         Err(Error::unknown(format!("{program} failed: exit status {status}{separator}{output}")))
     }
 }
 
-/// A pipe that is open for reading and writing: a write of the file system's process, after this
-/// one has ended, causes no SIGPIPE.
-fn for_both_ends(writer: &OwnedFd) -> rustix::io::Result<OwnedFd> {
+/// A pipe that is open for reading and writing, and does not block: the file system's process, which
+/// may keep it, neither waits in a write nor gets a SIGPIPE when this process has ended.
+fn output_pipe() -> std::io::Result<File> {
+    let (_reader, writer) = pipe_with(PipeFlags::CLOEXEC)?;
     let path = format!("/proc/self/fd/{}", writer.as_raw_fd());
-    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+    File::options().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
 #[cfg(test)]

@@ -17,7 +17,6 @@ use crate::error::{Context as _, Error};
 use crate::root::mark;
 use crate::root::mounts;
 use crate::runtime::command::Command;
-use crate::runtime::output_pipe::OutputPipe;
 use crate::runtime::{self, INPUT_FD};
 use crate::sys;
 
@@ -99,10 +98,10 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
         environment.push(runtime::string(&mark::entry(work.namespace, work.id))?);
     }
     let null = runtime::null()?;
-    let (output, writer) = OutputPipe::new()?;
+    let output = runtime::memory_file_of(b"")?;
     // Not the streams of this process: a reader that waits until they are closed would also wait
     // for the helper.
-    let mut descriptors = vec![(null.as_fd(), 0), (writer.as_fd(), 1), (null.as_fd(), 2)];
+    let mut descriptors = vec![(null.as_fd(), 0), (output.as_fd(), 1), (null.as_fd(), 2)];
     descriptors.extend(work.input_file.map(|input_file| (input_file, INPUT_FD)));
     // The working directory identifies the helper to `cleanup::delete`. A bundle that was removed
     // has no mounts.
@@ -117,7 +116,7 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
         own_group: false,
     });
     let pid = spawned.context(format_args!("start helper to {}", work.action.word()))?;
-    Ok(Command::without_log(pid, output))
+    Ok(Command::helper(pid, output))
 }
 
 /// Runs as a helper. Writes an error to standard output, encoded as a ttrpc status.

@@ -1,6 +1,9 @@
 //! A command of the runtime, or a helper, that was started, and its error.
 
+use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::Instant;
 
@@ -13,68 +16,54 @@ use serde::Deserialize;
 
 use crate::error::{Code, Error};
 use crate::exits::{self, Exit};
-use crate::runtime::output_pipe::{self, OutputPipe};
 
-/// A command that was started.
+/// How much of a log is read, bytes: the end, which has the last error.
+const MAX_LOG: u64 = 64 << 10;
+
+/// How much of an output an error message has, bytes.
+const MAX_TEXT: usize = 4 << 10;
+
+/// A command that was started. It writes to files in memory, which are read if it fails.
 #[derive(Debug)]
 pub struct Command {
     /// The pid.
     pub pid: i32,
     /// The log; `None` for a helper.
-    pub log: Option<OutputPipe>,
-    /// The standard output and error, as far as they are kept.
-    pub output: Vec<OutputPipe>,
+    log: Option<File>,
+    /// The standard output and error; `None`: they are those of the process that it creates.
+    output: Option<File>,
 }
 
 impl Command {
-    /// A command without a log, such as a helper, and its output.
-    pub fn without_log(pid: i32, output: OutputPipe) -> Self {
-        Self { pid, log: None, output: vec![output] }
+    /// A command of the runtime, and the files of its log and of its output.
+    pub fn new(pid: i32, log: OwnedFd, output: Option<OwnedFd>) -> Self {
+        Self { pid, log: Some(log.into()), output: output.map(File::from) }
     }
 
-    /// The pipes to which the command writes.
-    pub fn pipes_mut(&mut self) -> impl Iterator<Item = &mut OutputPipe> {
-        self.log.iter_mut().chain(&mut self.output)
+    /// A helper, and the file of its output.
+    pub fn helper(pid: i32, output: OwnedFd) -> Self {
+        Self { pid, log: None, output: Some(output.into()) }
     }
 
-    /// The pipes that have not ended.
-    pub fn open_pipes(&self) -> impl Iterator<Item = &OutputPipe> {
-        self.log.iter().chain(&self.output).filter(|pipe| !pipe.has_ended())
-    }
-
-    /// The end of what the command has written to its standard streams, if it was kept.
-    pub fn output(&mut self) -> Vec<u8> {
-        self.output.iter_mut().flat_map(|output| output.content().to_owned()).collect()
-    }
-
-    /// Waits until the command has exited, and reaps it. Reads what it writes meanwhile. `None`:
-    /// the command still runs at this time. Not for the main loop, which does not wait.
+    /// Waits until the command has exited, and reaps it. `None`: it still runs at this time. Not
+    /// for the main loop, which does not wait.
     ///
     /// # Errors
     /// No descriptor is available for a pidfd.
-    pub fn wait(&mut self, until: Option<Instant>) -> io::Result<Option<Exit>> {
+    pub fn wait(&self, until: Instant) -> io::Result<Option<Exit>> {
         let pid = Pid::from_raw(self.pid).ok_or(Errno::SRCH)?;
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
         loop {
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            let timeout = left.and_then(|left| Timespec::try_from(left).ok());
-            let mut fds = vec![PollFd::new(&pidfd, PollFlags::IN)];
-            fds.extend(self.open_pipes().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
-            match rustix::event::poll(&mut fds, timeout.as_ref()) {
+            let left = until.saturating_duration_since(Instant::now());
+            let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+            match rustix::event::poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
                 Err(Errno::INTR) => {}
-                ready => drop(ready?),
-            }
-            if fds.first().is_some_and(|pidfd| !pidfd.revents().is_empty()) {
-                let exit = exits::exit_of_child(self.pid);
-                exits::reap(self.pid);
-                return Ok(exit);
-            }
-            // Also if the command writes without end.
-            if left.is_some_and(|left| left.is_zero()) {
-                return Ok(None);
-            }
-            for pipe in self.pipes_mut() {
-                pipe.advance();
+                ready if ready? == 0 => return Ok(None),
+                _ => {
+                    let exit = exits::exit_of_child(self.pid);
+                    exits::reap(self.pid);
+                    return Ok(exit);
+                }
             }
         }
     }
@@ -83,23 +72,37 @@ impl Command {
     /// error of its log, or its output, or its exit status. Writes the log to `log.json` in the
     /// bundle, if that is known, in place of the log of an earlier command: the log of a probe that
     /// fails at every attempt would fill the bundle's file system.
-    pub fn failure(&mut self, what: &str, status: u32, bundle: Option<&Path>) -> Error {
-        let output = self.output();
-        let Some(log) = &mut self.log else {
+    pub fn failure(&self, what: &str, status: u32, bundle: Option<&Path>) -> Error {
+        let output = self.output.as_ref().map(end_of).unwrap_or_default();
+        let Some(log) = &self.log else {
             return helper_failure(&output, status).context(what);
         };
-        let log = log.content();
+        let log = end_of(log);
         if let Some(bundle) = bundle {
             // A failure is ignored, because the answer contains the error.
-            let _ = std::fs::write(bundle.join("log.json"), log);
+            let _ = std::fs::write(bundle.join("log.json"), &log);
         }
-        let log = String::from_utf8_lossy(log);
-        let reason = last_error(&log)
-            .or_else(|| Some(output_pipe::last_text(&output)).filter(|output| !output.is_empty()))
+        let reason = last_error(&String::from_utf8_lossy(&log))
+            .or_else(|| Some(last_text(&output)).filter(|output| !output.is_empty()))
             .unwrap_or_else(|| format!("exit status {status}"));
         let e = Error::unknown(reason);
         if what.is_empty() { e } else { e.context(what) }
     }
+}
+
+/// The end of a file, at most 64 KiB; nothing if it cannot be read.
+fn end_of(file: &File) -> Vec<u8> {
+    let length = file.metadata().map_or(0, |it| it.len());
+    let mut end = vec![0; usize::try_from(length.min(MAX_LOG)).unwrap_or(0)];
+    let count = file.read_at(&mut end, length.saturating_sub(MAX_LOG)).unwrap_or(0);
+    end.truncate(count);
+    end
+}
+
+/// The last 4 KiB of an output, for an error message.
+pub fn last_text(output: &[u8]) -> String {
+    let end = output.get(output.len().saturating_sub(MAX_TEXT)..).unwrap_or_default();
+    String::from_utf8_lossy(end).trim().to_owned()
 }
 
 /// The last error in a log of JSON lines.
@@ -127,6 +130,8 @@ fn helper_failure(output: &[u8], status: u32) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use containerd_shim_protos::ttrpc::get_status;
 
     use super::*;
@@ -138,6 +143,18 @@ mod tests {
                    {\"level\":\"warning\",\"msg\":\"third\"}\n{\"level\":\"err";
         assert_eq!(last_error(log).as_deref(), Some("second"));
         assert_eq!(last_error(""), None);
+    }
+
+    #[test]
+    fn an_error_message_has_the_end_of_an_output() {
+        let mut file = tempfile::tempfile().unwrap();
+        assert_eq!(end_of(&file), b"");
+        file.write_all(&vec![b'x'; 100_000]).unwrap();
+        file.write_all(b" reason\n").unwrap();
+        let end = end_of(&file);
+        assert!(end.len() == 64 << 10 && end.ends_with(b"x reason\n"));
+        let text = last_text(&end);
+        assert!(text.ends_with("x reason") && text.len() < MAX_TEXT);
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 pub mod command;
 pub mod options;
-pub mod output_pipe;
 
 use std::env;
 use std::ffi::{CString, OsString};
@@ -16,7 +15,6 @@ use rustix::fs::MemfdFlags;
 
 use crate::error::{Code, Context as _, Error};
 use crate::runtime::command::Command;
-use crate::runtime::output_pipe::OutputPipe;
 use crate::sys;
 
 /// The descriptors of a command's log and of its input file.
@@ -56,9 +54,6 @@ pub struct Place<'a> {
     /// Descriptors 0 to 2, which a process that the command creates inherits. `None`: the output of
     /// the command is kept for an error message.
     pub stdio: Option<[Option<BorrowedFd<'a>>; 3]>,
-    /// Descriptors 1 and 2 are pipes to which only the command writes until it has ended: they are
-    /// read meanwhile, because a full one would block it, and kept for an error message.
-    pub keeps_output: bool,
     /// The working directory.
     pub directory: Option<BorrowedFd<'a>>,
     /// The input file, which the command opens by [`input_path`].
@@ -97,7 +92,7 @@ impl Runtime {
         Err(Error::new(Code::ALREADY_EXISTS, message))
     }
 
-    /// Starts a command. Its pipes are to be read while it runs: it waits when one is full.
+    /// Starts a command.
     pub fn start(&self, arguments: &[&str], place: &Place<'_>) -> Result<Command, Error> {
         let name = if self.binary.is_empty() { "runc" } else { &self.binary };
         let program = find_program(name)?;
@@ -112,28 +107,16 @@ impl Runtime {
         let null = null()?;
         // A process without standard input must not write to it.
         let no_input = File::open(NULL).context(NULL)?;
-        let (log, log_writer) = OutputPipe::new()?;
-        let mut output = Vec::new();
-        let writer;
-        let [input, out, err] = match &place.stdio {
-            Some([input, out, err]) => {
-                for pipe in [out, err].into_iter().flatten().filter(|_| place.keeps_output) {
-                    output.push(OutputPipe::of_writer(*pipe)?);
-                }
-                [
-                    input.unwrap_or(no_input.as_fd()),
-                    out.unwrap_or(null.as_fd()),
-                    err.unwrap_or(null.as_fd()),
-                ]
-            }
-            None => {
-                let (pipe, end) = OutputPipe::new()?;
-                output.push(pipe);
-                writer = end;
-                [no_input.as_fd(), writer.as_fd(), writer.as_fd()]
-            }
-        };
-        let mut descriptors = vec![(input, 0), (out, 1), (err, 2), (log_writer.as_fd(), LOG_FD)];
+        let log = memory_file_of(b"")?;
+        let output = place.stdio.is_none().then(|| memory_file_of(b"")).transpose()?;
+        let [input, out, err] = place.stdio.unwrap_or_default();
+        let kept = output.as_ref().unwrap_or(&null);
+        let mut descriptors = vec![
+            (input.unwrap_or(no_input.as_fd()), 0),
+            (out.unwrap_or(kept.as_fd()), 1),
+            (err.unwrap_or(kept.as_fd()), 2),
+            (log.as_fd(), LOG_FD),
+        ];
         descriptors.extend(place.input_file.map(|input_file| (input_file, INPUT_FD)));
         let spawned = sys::spawn(&sys::Spawn {
             program: &program,
@@ -145,7 +128,7 @@ impl Runtime {
             own_group: false,
         });
         let pid = spawned.context(format_args!("exec {name}"))?;
-        Ok(Command { pid, log: Some(log), output })
+        Ok(Command::new(pid, log, output))
     }
 }
 
@@ -158,7 +141,7 @@ pub fn null() -> Result<OwnedFd, Error> {
     opened.map(Into::into).context(NULL)
 }
 
-/// A file in memory with this content, for [`Place::input_file`].
+/// A file in memory with this content.
 pub fn memory_file_of(content: &[u8]) -> Result<OwnedFd, Error> {
     let file = rustix::fs::memfd_create(c"runtime", MemfdFlags::CLOEXEC).map(File::from);
     let file = file.context("make memory file")?;

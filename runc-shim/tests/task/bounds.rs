@@ -62,22 +62,14 @@ fn too_many_calls_that_wait_for_a_command_are_refused() {
     pod.shut_down();
 }
 
-/// A runtime that, before `action`, writes 8 MB to its log (`$4`) and to its output, and then runs
-/// `then`.
-fn talkative_runtime(pod: &Pod, action: &str, then: &str) -> Container {
-    let commands = format!(
-        "yes '{{\"level\":\"debug\",\"msg\":\"x\"}}' | head -n 300000 >>$4\n\
-         yes output | head -c 8000000; echo output >/dev/stderr\n\
-         {then}"
-    );
-    pod.with_commands_before(action, &commands)
-}
-
 #[test]
 fn the_last_error_of_a_runtime_that_writes_8_mb_is_reported_and_the_rest_is_not_kept() {
     let mut pod = Pod::new();
-    let then = "echo '{\"level\":\"error\",\"msg\":\"the reason\"}' >>$4; exit 1";
-    pod.run("a", "exec sleep 1000", &talkative_runtime(&pod, "pause", then));
+    // To its log (`$4`), and to its output.
+    let commands = "yes '{\"level\":\"debug\",\"msg\":\"x\"}' | head -n 300000 >>$4\n\
+                    yes output | head -c 8000000; echo output >/dev/stderr\n\
+                    echo '{\"level\":\"error\",\"msg\":\"the reason\"}' >>$4; exit 1";
+    pod.run("a", "exec sleep 1000", &pod.with_commands_before("pause", commands));
     let before = pod.memory();
     let mut request = PauseRequest::new();
     request.id = pod.id("a");
@@ -91,31 +83,6 @@ fn the_last_error_of_a_runtime_that_writes_8_mb_is_reported_and_the_rest_is_not_
     assert!(more <= 1024, "{more} kB");
     pod.end("a");
     pod.shut_down();
-}
-
-#[test]
-fn a_runtime_that_closes_its_log_and_its_output_costs_no_time() {
-    let mut pod = Pod::new();
-    let with = pod.with_commands_before("pause", "exec 3>&- >/dev/null 2>&1; sleep 1; exit 1");
-    pod.run("a", "exec sleep 1000", &with);
-    let mut request = PauseRequest::new();
-    request.id = pod.id("a");
-    let before = pod.time();
-    let error = pod.client.pause(context(), &request).unwrap_err().to_string();
-    assert!(error.contains("runtime pause failed: exit status 1"), "{error}");
-    let spent = pod.time() - before;
-    assert!(spent < Duration::from_millis(100), "it spins: {spent:?}");
-    pod.end("a");
-    pod.shut_down();
-}
-
-#[test]
-fn a_runtime_that_writes_8_mb_deletes_a_container_of_a_dead_shim() {
-    let mut pod = Pod::new();
-    pod.run("a", "exec sleep 1000", &talkative_runtime(&pod, "delete", ":"));
-    pod.shim.kill().unwrap();
-    pod.shim.wait().unwrap();
-    pod.delete_after_shim("a");
 }
 
 #[test]

@@ -1,14 +1,12 @@
 //! Containers: their life, resources, processes.
 
-use std::time::Duration;
-
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message as _;
 use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::ttrpc::Code;
 use containerd_shim_protos::{cgroups, cgroups_v2};
 
-use crate::pod::{self, Container, Pod, code, context, eventually, exists, open, reader, script};
+use crate::pod::{self, Container, Pod, code, context, eventually, exists, reader, script};
 
 #[test]
 fn a_container_runs_and_its_events_come_in_order() {
@@ -436,37 +434,5 @@ fn a_restored_container_has_its_logging_program() {
     // A container that was not restored can be deleted.
     pod.delete("a", "").unwrap();
     pod.delete("b", "").unwrap();
-    pod.shut_down();
-}
-
-/// Commands that write more to both outputs than a pipe takes.
-const NOISE: &str = "head -c 300000 /dev/zero | tr '\\0' x | tee /dev/stderr";
-
-#[test]
-fn a_runtime_may_write_more_than_a_pipe_takes_while_it_creates_a_container() {
-    let mut pod = Pod::new();
-    let (out, err) = (pod.fifo("out"), pod.fifo("err"));
-    let (stdout, stderr) = (reader(&out), reader(&err));
-    let with = Container { stdout: out, stderr: err, ..pod.with_commands_before("create", NOISE) };
-    pod.try_create_within("a", "echo word", &with, Duration::from_secs(30)).unwrap();
-    pod.start("a", "").unwrap();
-    assert_eq!(pod.wait("a", "").unwrap(), 0);
-    pod.delete("a", "").unwrap();
-    // The outputs are those of the container alone.
-    assert_eq!((stdout.join().unwrap(), stderr.join().unwrap()), (b"word\n".into(), Vec::new()));
-    pod.shut_down();
-}
-
-#[test]
-fn a_failed_create_has_what_the_runtime_has_written() {
-    let mut pod = Pod::new();
-    let (out, err) = (pod.fifo("out"), pod.fifo("err"));
-    let (_stdout, _stderr) = (open(&out), open(&err));
-    let commands = format!("{NOISE}; echo the reason >&2; exit 1");
-    let with =
-        Container { stdout: out, stderr: err, ..pod.with_commands_before("create", &commands) };
-    let e = pod.try_create_within("a", "true", &with, Duration::from_secs(30)).unwrap_err();
-    let message = e.to_string();
-    assert!(message.contains("OCI runtime create failed") && message.contains("the reason"), "{e}");
     pod.shut_down();
 }
