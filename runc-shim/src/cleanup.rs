@@ -1,7 +1,6 @@
 //! The command `delete` of the shim: removes the leftovers of a container of a dead shim.
 
 use std::io::Write as _;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -16,7 +15,6 @@ use crate::exits::{self, Exit};
 use crate::log;
 use crate::process_key;
 use crate::root::helper::{self, Action, Work};
-use crate::root::mark;
 use crate::root::mounts;
 use crate::runtime::command::Command;
 use crate::runtime::options::BundleOptions;
@@ -38,18 +36,12 @@ const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(2);
 /// exit. A second attempt begins only within this time, and has the rest of it.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// How long a process that serves a file system may take to exit after it was unmounted, and then,
-/// after it was killed; both end within the time of the whole deletion.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-const WHOLE_TIMEOUT: Duration = Duration::from_secs(9);
-
 /// In a bundle that the daemon has made for the deletion: a link to containerd's bundle of the
 /// container, which the dead shim used. containerd may remove its bundle at any moment.
 const CONTAINERD_BUNDLE: &str = "containerd";
 
 /// Kills and deletes the container of the bundle, and writes the response to standard output.
 pub fn delete(arguments: &Arguments) -> Result<(), Error> {
-    let begun = Instant::now();
     process_key::check_id(&arguments.id)?;
     let bundle = bundle(arguments)?;
     let runtime = BundleOptions::read(&bundle).runtime(&arguments.namespace);
@@ -74,9 +66,8 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     // The first attempt may have failed because of the cgroup.
     let again = |e: Error| if Instant::now() < until { delete() } else { Err(e) };
     first.or_else(again).unwrap_or_else(failed);
-    // Last, because it may block.
-    let ended = end_marked(&mark::entry(&arguments.namespace, &arguments.id), begun);
-    let detached = if ended { mounts::detach_bundle(&shim_bundle) } else { Ok(()) };
+    // Again, because a program that mounts may have been late.
+    let detached = mounts::detach_bundle(&shim_bundle);
     // containerd runs this for each container of the group after the death of its server.
     socket::remove_dead(&bundle).unwrap_or_else(failed);
     unmounted.and(detached)?;
@@ -133,32 +124,6 @@ fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
             if is_command(pid.as_raw_nonzero().get(), runtime, id, bundle) {
                 let _ = pidfd_send_signal(&pidfd, Signal::KILL);
             }
-        }
-        std::thread::sleep(COMMANDS_POLL);
-    }
-}
-
-/// Waits for the exit of the processes with this mark: they serve what is unmounted now. Kills
-/// those that do not exit: they may still be about to mount. True: it has killed some.
-fn end_marked(mark: &str, begun: Instant) -> bool {
-    let exit = Instant::now() + EXIT_TIMEOUT;
-    let until = (exit + EXIT_TIMEOUT).min(begun + WHOLE_TIMEOUT);
-    let mut has_killed = false;
-    loop {
-        let marked: Vec<OwnedFd> =
-            mark::marked(mark).into_iter().filter(|process| !exits::has_ended(process)).collect();
-        if marked.is_empty() {
-            return has_killed;
-        }
-        let now = Instant::now();
-        if now >= exit.min(until) {
-            has_killed = true;
-            for process in marked {
-                let _ = pidfd_send_signal(&process, Signal::KILL);
-            }
-        }
-        if now >= until {
-            return has_killed;
         }
         std::thread::sleep(COMMANDS_POLL);
     }

@@ -16,7 +16,6 @@ use crate::exits::{Exit, UNKNOWN};
 use crate::io::console::ConsoleSocket;
 use crate::io::{self, Owner, Prepared};
 use crate::process_key::ProcessKey;
-use crate::root::fuse_program::FuseProgram;
 use crate::root::helper::{self, Action};
 use crate::root::overlay;
 use crate::runtime::{self, Place};
@@ -30,7 +29,7 @@ use crate::ttrpc::server::Reply;
 #[derive(Debug)]
 pub enum Launch {
     /// Only in a Create: a helper mounts the root file system, or has a program mount a part of it.
-    Mounting { by_program: bool },
+    Mounting,
     /// The logging program becomes ready. The process gets these streams.
     StartingLogger(Prepared),
     /// The runtime creates the process. It sends the terminal through the socket; without a
@@ -93,13 +92,13 @@ impl Container {
         done: Result<(), Error>,
     ) -> Answer {
         let was_made = match &ended {
-            Launch::Mounting { .. } | Launch::StartingLogger(_) => false,
+            Launch::Mounting | Launch::StartingLogger(_) => false,
             Launch::Creating(..) => done.is_ok(),
             Launch::StartingTerminalLogger(_) => true,
         };
         let continued = match (done, ended) {
             (Ok(()), ended) => self.launch_after(services, caller, ended),
-            (Err(e), Launch::Mounting { .. }) => Err(e),
+            (Err(e), Launch::Mounting) => Err(e),
             (Err(e), Launch::StartingLogger(streams))
             | (Err(e), Launch::Creating(_, streams))
             | (Err(e), Launch::StartingTerminalLogger(streams)) => {
@@ -114,7 +113,7 @@ impl Container {
     /// Begins the step that follows one that has succeeded, or completes the call.
     fn launch_after(&mut self, services: &mut Services, caller: &Caller, ended: Launch) -> Answer {
         match ended {
-            Launch::Mounting { .. } => self.prepare(services, caller),
+            Launch::Mounting => self.prepare(services, caller),
             Launch::StartingLogger(streams) => self.create_process(services, caller, streams),
             Launch::Creating(Some(console), _) => self.take_terminal(services, caller, &console),
             Launch::Creating(None, streams) | Launch::StartingTerminalLogger(streams) => {
@@ -133,9 +132,8 @@ impl Container {
         if std::env::var_os(runtime::VOLATILE_ROOTFS).is_some() {
             overlay::make_volatile(&mut mounts);
         }
-        let by_program = mounts.iter().any(|mount| FuseProgram::of_type(&mount.type_).is_some());
         let mounts = helper::mounts_file(mounts)?;
-        let step = Step::Launch(Launch::Mounting { by_program });
+        let step = Step::Launch(Launch::Mounting);
         let begun = self.run_helper(services, caller, step, Action::Mount, Some(mounts.as_fd()))?;
         self.has_rootfs = true;
         Ok(begun)

@@ -12,7 +12,6 @@ use crate::io::logger::{self, Logger};
 use crate::log;
 use crate::process_key::ProcessKey;
 use crate::root::descendants;
-use crate::root::mark;
 use crate::runtime::command::Command;
 use crate::sys;
 use crate::ttrpc::server::Reply;
@@ -71,7 +70,7 @@ impl Step {
     /// The beginning of the error message of a command that has failed.
     pub fn failure(&self, key: &ProcessKey, state: State) -> &'static str {
         match self {
-            Self::Launch(Launch::Mounting { .. }) => "failed to mount rootfs component",
+            Self::Launch(Launch::Mounting) => "failed to mount rootfs component",
             Self::Launch(_) if !key.exec.is_empty() => "OCI runtime exec failed",
             Self::Launch(_) if state == State::New => "OCI runtime create failed",
             Self::Launch(_) => "OCI runtime restore failed",
@@ -154,7 +153,7 @@ impl Pending {
 
     /// Kills the command and the processes that it has started. A `runc init` that a process of the
     /// container has stopped, or a hook, does not exit with its parent.
-    pub fn kill(&mut self, pid: i32, namespace: &str) {
+    pub fn kill(&mut self, pid: i32) {
         self.was_killed = true;
         let id = &self.caller.key.id;
         let why = match self.is_cancelled {
@@ -166,10 +165,7 @@ impl Pending {
             // CRIU has stopped the processes of the container, and must resume them itself. The
             // command is not reaped yet, so its pid cannot have been reused.
             Step::Checkpoint { .. } => drop(sys::kill(pid, libc::SIGKILL)),
-            Step::Launch(Launch::Mounting { by_program: true }) => {
-                descendants::kill(pid, Some(&mark::entry(namespace, id)));
-            }
-            _ => descendants::kill(pid, None),
+            _ => descendants::kill(pid),
         }
     }
 }

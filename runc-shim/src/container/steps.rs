@@ -20,9 +20,7 @@ use crate::error::{Code, Error};
 use crate::exits::Exit;
 use crate::io::logger::Logger;
 use crate::reactor::Source;
-use crate::root::descendants;
 use crate::root::helper::{self, Action, Work};
-use crate::root::mark;
 use crate::runtime::Place;
 use crate::runtime::command::Command;
 use crate::services::Services;
@@ -151,15 +149,8 @@ impl Container {
         }
         // A signal may also be one of another program, such as the kernel's OOM killer.
         let was_interrupted = was_killed || exit.is_by_signal();
-        match &step {
-            Step::Launch(Launch::Creating(..)) if caller.key == self.key => {
-                self.may_have_left_cgroup |= was_interrupted;
-            }
-            Step::Launch(Launch::Mounting { by_program: true }) if done.is_err() => {
-                // Processes that the program has left may still be about to mount.
-                descendants::kill(pid, Some(&mark::entry(&services.namespace, &self.key.id)));
-            }
-            _ => {}
+        if matches!(step, Step::Launch(Launch::Creating(..))) && caller.key == self.key {
+            self.may_have_left_cgroup |= was_interrupted;
         }
         let may_be_frozen = was_interrupted && step.may_freeze();
         let answer = self.next(services, &caller, step, done, was_interrupted);
@@ -240,7 +231,7 @@ impl Container {
         let mut late = Vec::new();
         for pending in self.pending.iter_mut().filter(|pending| pending.is_late(now)) {
             match &pending.wait {
-                Wait::Command(command) => pending.kill(command.pid, &services.namespace),
+                Wait::Command(command) => pending.kill(command.pid),
                 Wait::Logger(logger) => late.push(logger.pid),
             }
         }

@@ -5,9 +5,7 @@ use std::os::fd::OwnedFd;
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::exits;
-use crate::exits::{has_ended, stat};
-use crate::root::mark;
+use crate::exits::{self, has_ended, stat};
 use crate::sys;
 
 /// Maximum number of searches. Each one finds processes that were started before their parent was
@@ -22,10 +20,8 @@ struct Process {
 }
 
 /// Stops a child that was not reaped yet, and all processes that descend from it, so that they
-/// start no others. Returns the pidfds of the descendants. With a mark, these include the processes
-/// that have it and whose own parents have exited: they are children of this process now.
-fn stop(child: i32, mark: Option<&str>) -> Vec<OwnedFd> {
-    let own = rustix::process::getpid().as_raw_nonzero().get();
+/// start no others. Returns the pidfds of the descendants.
+fn stop(child: i32) -> Vec<OwnedFd> {
     // Not reaped yet, so the pid cannot have been reused.
     let _ = sys::kill(child, libc::SIGSTOP);
     let mut found: Vec<Process> = Vec::new();
@@ -33,9 +29,7 @@ fn stop(child: i32, mark: Option<&str>) -> Vec<OwnedFd> {
         let before = found.len();
         for (pid, parent) in all_with_parents() {
             if found.iter().all(|known| known.pid != pid)
-                && (parent != own
-                    || pid != child && mark.is_some_and(|mark| mark::is_on(pid, mark)))
-                && let Some(process) = descendant(pid, parent, &[child, own], &found)
+                && let Some(process) = descendant(pid, parent, child, &found)
             {
                 let _ = pidfd_send_signal(&process.pidfd, Signal::STOP);
                 found.push(process);
@@ -48,11 +42,11 @@ fn stop(child: i32, mark: Option<&str>) -> Vec<OwnedFd> {
     found.into_iter().map(|process| process.pidfd).collect()
 }
 
-/// The process with this pid, if its parent is one of `roots`, which cannot be reused, or one of
+/// The process with this pid, if its parent is `root`, whose pid cannot be reused, or one of
 /// `found`.
-fn descendant(pid: i32, parent_pid: i32, roots: &[i32], found: &[Process]) -> Option<Process> {
+fn descendant(pid: i32, parent_pid: i32, root: i32, found: &[Process]) -> Option<Process> {
     let holder = found.iter().find(|known| known.pid == parent_pid);
-    if !roots.contains(&parent_pid) && holder.is_none() {
+    if parent_pid != root && holder.is_none() {
         return None;
     }
     let pidfd = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
@@ -73,10 +67,9 @@ fn all_with_parents() -> Vec<(i32, i32)> {
     exits::pids().filter_map(|pid| Some((pid, parent(pid)?))).collect()
 }
 
-/// Kills a child that was not reaped yet, and the processes that descend from it; with a mark, also
-/// the children of this process that have it.
-pub fn kill(child: i32, mark: Option<&str>) {
-    let rest = stop(child, mark);
+/// Kills a child that was not reaped yet, and the processes that descend from it.
+pub fn kill(child: i32) {
+    let rest = stop(child);
     // The child is not reaped yet, so its pid cannot have been reused.
     let _ = sys::kill(child, libc::SIGKILL);
     for process in rest {
@@ -100,7 +93,7 @@ mod tests {
         let mut found = Vec::new();
         // The shells start their programs meanwhile.
         for _ in 0..500 {
-            found = stop(pid, None);
+            found = stop(pid);
             if found.len() == 3 {
                 break;
             }

@@ -42,8 +42,7 @@ impl<'a> FuseProgram<'a> {
     }
 
     /// Runs the program until it has mounted or failed. The file system's own process, which the
-    /// program leaves behind, exits when it is unmounted. To be called in a helper process: its
-    /// working directory and environment identify the program to `cleanup::delete`.
+    /// program leaves behind, exits when it is unmounted. To be called in a helper process.
     ///
     /// # Errors
     /// The program is not installed, or has failed; with its output.

@@ -14,7 +14,6 @@ use protobuf::Message as _;
 use crate::arguments::Arguments;
 use crate::cgroup::Cgroup;
 use crate::error::{Context as _, Error};
-use crate::root::mark;
 use crate::root::mounts;
 use crate::runtime::command::Command;
 use crate::runtime::{self, INPUT_FD};
@@ -93,10 +92,6 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
         work.action.word(),
     ];
     let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
-    let mut environment = runtime::environment();
-    if work.action == Action::Mount {
-        environment.push(runtime::string(&mark::entry(work.namespace, work.id))?);
-    }
     let null = runtime::null()?;
     let output = runtime::memory_file_of(b"")?;
     // Not the streams of this process: a reader that waits until they are closed would also wait
@@ -109,7 +104,7 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
     let spawned = sys::spawn(&sys::Spawn {
         program: c"/proc/self/exe",
         arguments: &words,
-        environment: &environment,
+        environment: &runtime::environment(),
         directory: bundle.as_ref().map(|bundle| bundle.as_fd()),
         descriptors: &descriptors,
         dies_with_parent: true,

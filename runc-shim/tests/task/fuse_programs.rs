@@ -195,72 +195,27 @@ fn an_error_of_a_fuse_program_reaches_the_caller() {
     pod.shut_down();
 }
 
-/// Programs that hang and have started others, whose pid is in the file that is their source. That
-/// of the second is no child of the program any more, and not in the bundle.
-const HANG: [&str; 2] = [
-    "sh -c 'sleep 1000 & echo $! >\"$0.new\"; mv \"$0.new\" \"$0\"; wait' \"$1\" & wait",
-    "(cd /; setsid sh -c 'echo $$ >\"$0.new\"; mv \"$0.new\" \"$0\"; exec sleep 1000' \"$1\" &)\n\
-     exec sleep 1000",
-];
-
-/// A container whose root file system such a program mounts, and that file.
-fn hanging_container(pod: &Pod) -> (Container, String) {
-    let child = pod.path("child");
-    let mut with = container(pod, "fuse3.some-system");
-    with.rootfs[0].source.clone_from(&child);
-    (with, child)
-}
-
-/// The directory in `/proc` of the process that a file names.
-fn process_of(file: &str) -> String {
-    format!("/proc/{}", std::fs::read_to_string(file).unwrap().trim())
-}
-
-fn has_ended(process: &str) {
-    eventually("its end", || (!exists(process)).then_some(()));
-}
+/// A program that hangs and has started another, whose pid is in the file that is its source.
+const HANGS: &str =
+    "sh -c 'sleep 1000 & echo $! >\"$0.new\"; mv \"$0.new\" \"$0\"; wait' \"$1\" & wait";
 
 #[test]
 fn a_fuse_program_that_hangs_is_killed_at_the_deadline_with_what_it_has_started() {
-    for text in HANG {
-        let programs = stand_in(text);
-        let mut pod = Pod::with_programs(programs.path());
-        let (with, child) = hanging_container(&pod);
-        // The caller waits as long.
-        pod.try_create_within("a", "true", &with, Duration::from_secs(2)).unwrap_err();
-        has_ended(&process_of(&child));
-        eventually("the end of the creation", || match pod.delete("a", "") {
-            Err(error) => (code(&error) == Code::NOT_FOUND).then_some(()),
-            Ok(_) => None,
-        });
-        nothing_is_left(&pod, "a");
-        pod.shut_down();
-    }
-}
-
-/// The kernel kills the program with the helper, but not what the program has started.
-#[test]
-fn a_shim_that_is_killed_during_a_fuse_mount_leaves_no_program() {
-    for (text, by_daemon) in [(HANG[0], false), (HANG[1], false), (HANG[0], true), (HANG[1], true)]
-    {
-        let programs = stand_in(text);
-        let mut pod = Pod::with_programs(programs.path());
-        let (with, child) = hanging_container(&pod);
-        std::thread::scope(|scope| {
-            scope.spawn(|| pod.try_create("a", "true", &with).unwrap_err());
-            eventually("a child of the program", || exists(&child).then_some(()));
-            signal(&pod.shim, libc::SIGKILL);
-        });
-        pod.shim.wait().unwrap();
-        let child = process_of(&child);
-        assert!(exists(&child));
-        match by_daemon {
-            true => pod.delete_by_daemon("a"),
-            false => pod.delete_after_shim("a"),
-        };
-        has_ended(&child);
-        nothing_is_left(&pod, "a");
-    }
+    let programs = stand_in(HANGS);
+    let mut pod = Pod::with_programs(programs.path());
+    let child = pod.path("child");
+    let mut with = container(&pod, "fuse3.some-system");
+    with.rootfs[0].source.clone_from(&child);
+    // The caller waits as long.
+    pod.try_create_within("a", "true", &with, Duration::from_secs(2)).unwrap_err();
+    let child = format!("/proc/{}", std::fs::read_to_string(child).unwrap().trim());
+    eventually("its end", || (!exists(&child)).then_some(()));
+    eventually("the end of the creation", || match pod.delete("a", "") {
+        Err(error) => (code(&error) == Code::NOT_FOUND).then_some(()),
+        Ok(_) => None,
+    });
+    nothing_is_left(&pod, "a");
+    pod.shut_down();
 }
 
 /// A wait for the end of the output would last forever; a signal of the pipe would end the file
@@ -279,39 +234,6 @@ fn a_file_system_that_keeps_its_streams_open_delays_nothing_and_can_write_to_the
     std::fs::write(pod.path("root.go"), "").unwrap();
     eventually("its end by itself", || exists(pod.path("root.end")).then_some(()));
     pod.delete("a", "").unwrap();
-    nothing_is_left(&pod, "a");
-    pod.shut_down();
-}
-
-/// A process that serves a file system writes what it has cached when it is unmounted.
-#[test]
-fn a_file_system_of_a_dead_shim_may_end_by_itself() {
-    let text = "mount -t tmpfs tmpfs \"$2\" && cp -a \"$1\"/. \"$2\"\n\
-                (cd /; while grep -q \" $2 \" /proc/self/mountinfo; do sleep 0.05; done\n\
-                 sleep 0.1; : >\"$1.end\") &";
-    let programs = stand_in(text);
-    let mut pod = Pod::with_programs(programs.path());
-    let mut with = container(&pod, "fuse3.some-system");
-    with.rootfs[0].source = pod.path("root");
-    pod.run("a", "exec sleep 1000", &with);
-    signal(&pod.shim, libc::SIGKILL);
-    pod.shim.wait().unwrap();
-    pod.delete_after_shim("a");
-    assert!(exists(pod.path("root.end")));
-    nothing_is_left(&pod, "a");
-}
-
-/// A program that fails and has left a process that would mount later.
-#[test]
-fn a_fuse_program_that_fails_leaves_no_process() {
-    let fails = "\nwhile ! test -e \"$1\"; do sleep 0.1; done; exit 1";
-    let text = HANG[1].replace("\nexec sleep 1000", fails);
-    let programs = stand_in(&text);
-    let mut pod = Pod::with_programs(programs.path());
-    let (with, child) = hanging_container(&pod);
-    let error = pod.try_create("a", "true", &with).unwrap_err().to_string();
-    assert!(error.contains("mount.fuse3 failed: exit status 1"), "{error}");
-    has_ended(&process_of(&child));
     nothing_is_left(&pod, "a");
     pod.shut_down();
 }
