@@ -29,7 +29,7 @@ use crate::ttrpc::response;
 const COMMANDS_TIMEOUT: Duration = Duration::from_secs(2);
 const COMMANDS_POLL: Duration = Duration::from_millis(10);
 
-/// Time limit for unmounting file systems; then they are detached.
+/// Time limit for the helper that unmounts.
 const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time limit for the runtime to delete a container, because it waits for processes that do not
@@ -67,32 +67,25 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let again = |e: Error| if Instant::now() < until { delete() } else { Err(e) };
     first.or_else(again).unwrap_or_else(failed);
     // Again, because a program that mounts may have been late.
-    let detached = mounts::detach_bundle(&shim_bundle);
+    let unmounted_again = mounts::unmount_bundle(&shim_bundle);
     // containerd runs this for each container of the group after the death of its server.
     socket::remove_dead(&bundle).unwrap_or_else(failed);
-    unmounted.and(detached)?;
+    unmounted.and(unmounted_again)?;
     let pid = runtime::read_pid(&bundle.join("init.pid")).unwrap_or(0);
     let response = response::deleted(response::unsigned(pid), Some(Exit::now(137)));
     std::io::stdout().write_all(&response.write_to_bytes()?).context("write answer")
 }
 
-/// Undoes the mounts of a bundle. A file system that does not answer in time, or that another
-/// process uses, is detached.
+/// Undoes the mounts of a bundle. A helper does it first: the last unmount of a file system may wait
+/// for its disk.
 fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
     let action = Action::Unmount;
     let (namespace, id) = (arguments.namespace.as_str(), arguments.id.as_str());
-    let unmounted = match helper::start(&Work { action, namespace, id, bundle, input_file: None }) {
-        Ok(command) => match wait_or_kill(&command, UNMOUNT_TIMEOUT) {
-            Some(exit) if exit.status != 0 => {
-                Err(command.failure("failed rootfs umount", exit.status, Some(bundle)))
-            }
-            _ => Ok(()),
-        },
-        // No process may be available for a helper.
-        Err(_) => mounts::unmount_bundle(bundle),
-    };
-    unmounted.unwrap_or_else(|e| log::error(format_args!("container {id}: {e}")));
-    mounts::detach_bundle(bundle)
+    // No process may be available for a helper.
+    if let Ok(helper) = helper::start(&Work { action, namespace, id, bundle, input_file: None }) {
+        wait_or_kill(&helper, UNMOUNT_TIMEOUT);
+    }
+    mounts::unmount_bundle(bundle)
 }
 
 /// Waits for a command and reaps it. Kills it after `time` and returns `None`, without waiting for

@@ -101,11 +101,6 @@ pub fn shorten(data: &mut [String]) -> Option<PathBuf> {
     overlay::shorten(data)
 }
 
-/// The mount points below a root.
-pub fn points_below(table: &[u8], root: &Path) -> Vec<PathBuf> {
-    mounts::points_below(table, root)
-}
-
 /// An id map in the kernel's form.
 ///
 /// # Errors

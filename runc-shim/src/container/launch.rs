@@ -17,7 +17,7 @@ use crate::io::console::ConsoleSocket;
 use crate::io::{self, Owner, Prepared};
 use crate::process_key::ProcessKey;
 use crate::root::helper::{self, Action};
-use crate::root::overlay;
+use crate::root::{mounts, overlay};
 use crate::runtime::{self, Place};
 use crate::services::Services;
 use crate::sys;
@@ -132,6 +132,7 @@ impl Container {
         if std::env::var_os(runtime::VOLATILE_ROOTFS).is_some() {
             overlay::make_volatile(&mut mounts);
         }
+        mounts.iter().try_for_each(mounts::check).context("failed to mount rootfs component")?;
         let mounts = helper::mounts_file(mounts)?;
         let step = Step::Launch(Launch::Mounting);
         let begun = self.run_helper(services, caller, step, Action::Mount, Some(mounts.as_fd()))?;

@@ -138,7 +138,7 @@ fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {
     match action {
         Action::Mount => {
             let request = CreateTaskRequest::parse_from_bytes(&input("read mounts")?)?;
-            mounts::mount_all(&request.rootfs, &mounts::rootfs(bundle))
+            mounts::mount_all(&request.rootfs, bundle)
         }
         Action::Unmount => mounts::unmount_bundle(bundle),
         Action::RemoveCgroup => {

@@ -1,13 +1,14 @@
 //! Idmapped mounts (mount options `uidmap` and `gidmap`).
 
 use std::fs::{self, File};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::CWD;
+use rustix::mount::{MoveMountFlags, OpenTreeFlags, UnmountFlags, move_mount, open_tree, unmount};
 use rustix::process::{Pid, WaitOptions};
 
 use crate::error::{Code, Context as _, Error};
-use crate::root::mount_copy::{PrivatePlace, mount_copy};
 use crate::root::overlay;
 use crate::sys;
 
@@ -58,34 +59,47 @@ pub fn mount(
     users: BorrowedFd<'_>,
     read_only: bool,
 ) -> Result<(), Error> {
-    mount_copy(source, target, |copy| Ok(sys::map_mount(copy, users, read_only)?))
-        .context(format_args!("map users of {}", source.display()))
+    let what = || format!("map users of {}", source.display());
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    let tree = open_tree(CWD, source, flags).context(what())?;
+    sys::map_mount(tree.as_fd(), users, read_only).context(what())?;
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    move_mount(&tree, c"", CWD, target, flags).context(what())
 }
 
-/// An idmapped mount of the lower directories of an overlay, detached on drop. The overlay keeps
-/// its own references.
+/// An idmapped mount of the lower directories of an overlay, in a directory of the bundle. Detached
+/// and removed on drop: the overlay keeps its own references.
 #[derive(Debug)]
-pub struct IdmappedLowerDirs(PrivatePlace);
+pub struct IdmappedLowerDirs(PathBuf);
 
 impl IdmappedLowerDirs {
-    /// Makes an idmapped mount of the common parent of all lower directories, in `beside`, and
+    /// Makes an idmapped mount of the common parent of all lower directories, in the bundle, and
     /// changes the option to name the directories there.
-    pub fn map(data: &mut [String], beside: &Path, users: BorrowedFd<'_>) -> Result<Self, Error> {
+    pub fn map(data: &mut [String], bundle: &Path, users: BorrowedFd<'_>) -> Result<Self, Error> {
         let apart = || {
             Error::new(Code::INVALID_ARGUMENT, "the lower directories have no common parent to map")
         };
         let common = overlay::shorten(data).ok_or_else(apart)?;
-        let made = Self(PrivatePlace::make(beside, IDMAPPED)?);
-        let path = &made.0.path;
-        mount(&common, path, users, true)?;
+        let path = bundle.join(IDMAPPED);
+        fs::create_dir_all(&path).context(format_args!("make directory {}", path.display()))?;
+        let made = Self(path);
+        mount(&common, &made.0, users, true)?;
         for option in data.iter_mut() {
             if let Some(dirs) = option.strip_prefix("lowerdir=") {
-                let place = |dir: &str| path.join(dir).display().to_string();
+                let place = |dir: &str| made.0.join(dir).display().to_string();
                 let dirs: Vec<String> = dirs.split(':').map(place).collect();
                 *option = format!("lowerdir={}", dirs.join(":"));
             }
         }
         Ok(made)
+    }
+}
+
+impl Drop for IdmappedLowerDirs {
+    fn drop(&mut self) {
+        // Fails if the mount has failed.
+        let _ = unmount(&self.0, UnmountFlags::DETACH);
+        let _ = fs::remove_dir(&self.0);
     }
 }
 

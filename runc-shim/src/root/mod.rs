@@ -5,6 +5,5 @@ pub mod fuse_program;
 pub mod helper;
 pub mod idmap;
 pub mod loop_device;
-pub mod mount_copy;
 pub mod mounts;
 pub mod overlay;

@@ -2,21 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use containerd_shim_protos::api::Mount;
-
 use crate::fuse::Fuse;
-use crate::pod::{self, Container, Pod, eventually, exists, script};
+use crate::pod::{self, Container, Pod, eventually, mount, script};
 
 /// How long the calls of another container may take meanwhile.
 const PROMPT: Duration = Duration::from_secs(15);
-
-fn mount(kind: &str, source: &str, target: &str, options: &[&str]) -> Mount {
-    let mut mount = Mount::new();
-    (mount.type_, mount.source) = (kind.to_owned(), source.to_owned());
-    mount.target = target.to_owned();
-    mount.options = options.iter().map(|option| (*option).to_owned()).collect();
-    mount
-}
 
 /// A runtime that needs no root file system: what it starts is a process of the node.
 fn plain_runtime(pod: &Pod) -> Container {
@@ -76,7 +66,7 @@ fn nothing_is_left(pod: &Pod, id: &str) {
 /// A root file system whose mount waits for an answer.
 fn hanging_mount(pod: &Pod, fuse: &str) -> Container {
     let lower = format!("lowerdir={fuse}/layer:{}", pod.path("root"));
-    let rootfs = vec![mount("overlay", "overlay", "", &[&lower])];
+    let rootfs = vec![mount("overlay", "overlay", &[&lower])];
     Container { rootfs, ..Default::default() }
 }
 
@@ -100,41 +90,6 @@ fn a_mount_that_hangs_keeps_no_other_container_waiting() {
     pod.shut_down();
 }
 
-/// A container whose root file system is a directory of a file system that answers, with a mount
-/// deep in it.
-fn container_on(pod: &Pod, fuse: &str) -> u32 {
-    let rootfs = vec![mount("bind", fuse, "", &["rbind"]), mount("tmpfs", "tmpfs", "a/b", &[])];
-    let with = Container { rootfs, ..plain_runtime(pod) };
-    pod.run("hangs", "", &with)
-}
-
-#[test]
-fn an_unmount_that_hangs_keeps_no_other_container_waiting() {
-    let mut pod = Pod::new();
-    let (fuse, path) = fuse(&pod);
-    container_on(&pod, &path);
-    pod.kill("hangs", "", 9).unwrap();
-    assert_eq!(pod.wait("hangs", "").unwrap(), 137);
-    fuse.fall_silent();
-    std::thread::scope(|scope| {
-        let deleted = scope.spawn(|| pod.delete("hangs", ""));
-        fuse.keeps_waiting();
-        others_are_prompt(&pod);
-        assert!(!deleted.is_finished());
-        drop(fuse);
-        // The file system has failed: a deletion that fails can be made again.
-        if deleted.join().unwrap().is_err() {
-            eprintln!("the first deletion has failed");
-        }
-    });
-    eventually("its deletion", || match pod.delete("hangs", "") {
-        Err(e) if pod::code(&e) == containerd_shim_protos::ttrpc::Code::NOT_FOUND => Some(()),
-        _ => None,
-    });
-    nothing_is_left(&pod, "hangs");
-    pod.shut_down();
-}
-
 #[test]
 fn a_shim_that_is_killed_while_a_mount_hangs_leaves_nothing() {
     let mut pod = Pod::new();
@@ -153,25 +108,27 @@ fn a_shim_that_is_killed_while_a_mount_hangs_leaves_nothing() {
     nothing_is_left(&pod, "hangs");
 }
 
+/// Detaching it needs no answer.
 #[test]
-fn a_shim_that_is_killed_while_an_unmount_hangs_leaves_nothing() {
-    let mut pod = Pod::new();
-    let (fuse, path) = fuse(&pod);
-    let pid = container_on(&pod, &path);
-    pod.kill("hangs", "", 9).unwrap();
-    pod.wait("hangs", "").unwrap();
-    fuse.fall_silent();
-    std::thread::scope(|scope| {
-        scope.spawn(|| pod.delete("hangs", "").unwrap_err());
-        fuse.keeps_waiting();
-        pod::signal(&pod.shim, libc::SIGKILL);
-    });
-    pod.shim.wait().unwrap();
-    // The file system is still silent.
-    pod.delete_after_shim("hangs");
-    assert_eq!(mounts(&pod, "hangs"), Vec::<String>::new());
-    // The kernel keeps a process that was killed until its request is answered, or fails.
-    drop(fuse);
-    nothing_is_left(&pod, "hangs");
-    assert!(!exists(format!("/proc/{pid}")));
+fn a_container_on_a_silent_file_system_is_deleted_by_its_shim_and_after_it() {
+    for by_shim in [true, false] {
+        let mut pod = Pod::new();
+        let (fuse, path) = fuse(&pod);
+        let rootfs = vec![mount("bind", &path, &["rbind"])];
+        pod.run("hangs", "", &Container { rootfs, ..plain_runtime(&pod) });
+        pod.kill("hangs", "", 9).unwrap();
+        assert_eq!(pod.wait("hangs", "").unwrap(), 137);
+        fuse.fall_silent();
+        if by_shim {
+            pod.delete("hangs", "").unwrap();
+            pod.shut_down();
+        } else {
+            pod::signal(&pod.shim, libc::SIGKILL);
+            pod.shim.wait().unwrap();
+            pod.delete_after_shim("hangs");
+        }
+        // The file system is still silent.
+        nothing_is_left(&pod, "hangs");
+        drop(fuse);
+    }
 }

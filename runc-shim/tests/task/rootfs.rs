@@ -1,12 +1,8 @@
 //! Root file systems.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use containerd_shim_protos::api::*;
 use containerd_shim_protos::ttrpc::Code;
-use rustix::mount::MountFlags;
 
-use crate::pod::{self, Container, Pod, code, exists};
+use crate::pod::{self, Container, MAPPED, Pod, code, exists, mount};
 
 #[test]
 fn root_file_systems_are_mounted_and_unmounted() {
@@ -17,19 +13,15 @@ fn root_file_systems_are_mounted_and_unmounted() {
     for dir in layers.iter().chain([&pod.path("upper"), &pod.path("work")]) {
         std::fs::create_dir_all(dir).unwrap();
     }
-    let overlay = |dirs: &[String], more: &[&str]| {
-        let mut mount = Mount::new();
-        (mount.type_, mount.source) = ("overlay".to_owned(), "overlay".to_owned());
-        mount.options = vec![format!("lowerdir={}", dirs.join(":"))];
-        mount.options.extend(more.iter().map(|option| (*option).to_owned()));
-        mount
+    let overlay = |dirs: &[String], more: &str| {
+        mount("overlay", "overlay", &[&format!("lowerdir={}", dirs.join(":")), more])
     };
     let mounts = || std::fs::read_to_string("/proc/self/mountinfo").unwrap();
     // Longer than the kernel takes at once.
     let mut dirs = layers.clone();
     dirs.push(lower.clone());
     assert!(dirs.join(":").len() > 4096);
-    let with = Container { rootfs: vec![overlay(&dirs, &["ro"])], ..Default::default() };
+    let with = Container { rootfs: vec![overlay(&dirs, "ro")], ..Default::default() };
     let rootfs = pod.bundle("a").join("rootfs").display().to_string();
     pod.run("a", "exit 3", &with);
     assert!(mounts().contains(&rootfs));
@@ -37,13 +29,7 @@ fn root_file_systems_are_mounted_and_unmounted() {
     pod.delete("a", "").unwrap();
     assert!(!mounts().contains(&rootfs));
 
-    let with = Container {
-        rootfs: vec![overlay(
-            &[lower.clone(), layers[0].clone()],
-            &["uidmap=0:70000:65536", "gidmap=0:70000:65536"],
-        )],
-        ..Default::default()
-    };
+    let with = Container { rootfs: vec![pod.overlay(&MAPPED)], ..Default::default() };
     pod.create("b", "true", &with);
     use std::os::unix::fs::MetadataExt as _;
     let rootfs = pod.bundle("b").join("rootfs");
@@ -53,13 +39,18 @@ fn root_file_systems_are_mounted_and_unmounted() {
     pod.wait("b", "").unwrap();
     pod.delete("b", "").unwrap();
 
-    let mut refused = overlay(&dirs, &["X-containerd.mkdir.path=/a"]);
+    let mut refused = overlay(&dirs, "X-containerd.mkdir.path=/a");
     let with = Container { rootfs: vec![refused.clone()], ..Default::default() };
     let error = pod.try_create("c", "true", &with).unwrap_err();
     assert_eq!(code(&error), Code::INVALID_ARGUMENT);
+    let mut below = overlay(&dirs, "ro");
+    below.target = "tmp".to_owned();
+    let with = Container { rootfs: vec![below], ..Default::default() };
+    let error = pod.try_create("c", "true", &with).unwrap_err();
+    assert_eq!(code(&error), Code::UNIMPLEMENTED);
     // The mounts before the one that fails are undone.
     refused.options = vec!["lowerdir=/no/such".to_owned()];
-    let with = Container { rootfs: vec![overlay(&dirs, &["ro"]), refused], ..Default::default() };
+    let with = Container { rootfs: vec![overlay(&dirs, "ro"), refused], ..Default::default() };
     pod.try_create("c", "true", &with).unwrap_err();
     assert!(!mounts().contains(&pod.bundle("c").display().to_string()));
     pod.shut_down();
@@ -88,11 +79,9 @@ fn a_root_file_system_in_an_image_gets_a_loop_device_as_long_as_it_is_mounted() 
         kit::skip("no loop devices, or no mkfs.ext4");
         return;
     }
-    let with = |options: &[&str]| {
-        let mut mount = Mount::new();
-        (mount.type_, mount.source) = ("ext4".to_owned(), image.clone());
-        mount.options = options.iter().map(|option| (*option).to_owned()).collect();
-        Container { rootfs: vec![mount], ..Default::default() }
+    let with = |options: &[&str]| Container {
+        rootfs: vec![mount("ext4", &image, options)],
+        ..Default::default()
     };
     pod.run("a", "exit 3", &with(&["rw", "loop", "direct-io"]));
     assert_eq!(loop_devices_of(&image), [false]);
@@ -125,45 +114,20 @@ fn a_root_file_system_in_an_image_gets_a_loop_device_as_long_as_it_is_mounted() 
 }
 
 #[test]
-fn a_mount_does_not_leave_the_root_by_a_link_of_the_image() {
-    let mut pod = Pod::new();
-    let (image, outside) = (pod.path("image"), pod.path("outside"));
-    for dir in [&pod.path("layer"), &image, &outside, &format!("{image}{outside}")] {
-        std::fs::create_dir_all(dir).unwrap();
-    }
-    std::os::unix::fs::symlink(&outside, format!("{image}/link")).unwrap();
-    let mut overlay = Mount::new();
-    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
-    overlay.options = vec![format!("lowerdir={image}:{}:{}", pod.path("root"), pod.path("layer"))];
-    let mut inner = Mount::new();
-    (inner.type_, inner.source) = ("tmpfs".to_owned(), "tmpfs".to_owned());
-    inner.target = "link".to_owned();
-    let with = Container { rootfs: vec![overlay, inner], ..Default::default() };
-    pod.create("a", "true", &with);
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let points: Vec<&str> = mounts.lines().filter_map(|line| line.split(' ').nth(4)).collect();
-    let inside = format!("{}/rootfs{outside}", pod.bundle("a").display());
-    assert!(points.contains(&inside.as_str()) && !points.contains(&outside.as_str()));
-    pod.end("a");
-    assert!(!std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&inside));
-    pod.shut_down();
-}
-
-#[test]
 fn mounts_of_a_bundle_behind_a_link_are_undone() {
     let mut pod = Pod::new();
     let real = pod.path("real");
-    for dir in [&real, &pod.path("layer")] {
-        std::fs::create_dir(dir).unwrap();
-    }
+    std::fs::create_dir(&real).unwrap();
     std::os::unix::fs::symlink(&real, pod.bundle("a")).unwrap();
-    let mut overlay = Mount::new();
-    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
-    overlay.options = vec![format!("lowerdir={}:{}", pod.path("root"), pod.path("layer"))];
-    let with = Container { rootfs: vec![overlay], ..Default::default() };
+    let with = Container { rootfs: vec![pod.overlay(&[])], ..Default::default() };
     let mounted = || std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&real);
     pod.run("a", "exit 3", &with);
     assert!(mounted());
+    // Also one below, as of a hook, and one on another.
+    for place in ["rootfs/tmp", "rootfs"] {
+        let (place, flags) = (pod.bundle("a").join(place), rustix::mount::MountFlags::empty());
+        rustix::mount::mount("tmpfs", place, "tmpfs", flags, None).unwrap();
+    }
     assert_eq!(pod.wait("a", "").unwrap(), 3);
     pod.delete("a", "").unwrap();
     assert!(!mounted());
@@ -181,20 +145,11 @@ fn a_user_namespace_has_mapped_mounts_and_its_own_streams() {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
     let mut pod = Pod::new();
     std::fs::set_permissions(pod.dir.path(), PermissionsExt::from_mode(0o711)).unwrap();
-    for dir in ["layer", "data", "upper", "work"] {
-        std::fs::create_dir(pod.path(dir)).unwrap();
-    }
-    let mut overlay = Mount::new();
-    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
-    overlay.options = vec![
-        format!("lowerdir={}:{}", pod.path("root"), pod.path("layer")),
-        "uidmap=0:70000:65536".to_owned(),
-        "gidmap=0:70000:65536".to_owned(),
-    ];
+    std::fs::create_dir(pod.path("data")).unwrap();
     let (out, err) = (pod.fifo("out"), pod.fifo("err"));
     let stdout = pod::reader(&out);
     let mut with = Container { stdout: out, stderr: err, ..Default::default() };
-    (with.rootfs, with.root_is) = (vec![overlay], Some(70000));
+    (with.rootfs, with.root_is) = (vec![pod.overlay(&MAPPED)], Some(70000));
     (with.options.io_uid, with.options.io_gid) = (70000, 70000);
     let script = "id -u >/dev/stdout; ls -n /bin/busybox | { read a b user rest; echo $user; }; \
                   echo x >/tmp/file; ls -n /tmp/file | { read a b user rest; echo $user; }; \
@@ -223,15 +178,8 @@ fn a_mapped_root_file_system_stays_where_mounts_are_shared() {
     let dir = pod.dir.path().to_owned();
     mount_bind(&dir, &dir).unwrap();
     mount_change(&dir, MountPropagationFlags::SHARED).unwrap();
-    std::fs::create_dir(pod.path("layer")).unwrap();
-    let mut overlay = Mount::new();
-    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
-    overlay.options = vec![
-        format!("lowerdir={}:{}", pod.path("root"), pod.path("layer")),
-        "uidmap=0:70000:65536".to_owned(),
-        "gidmap=0:70000:65536".to_owned(),
-    ];
-    pod.run("a", "exit 3", &Container { rootfs: vec![overlay], ..Default::default() });
+    let with = Container { rootfs: vec![pod.overlay(&MAPPED)], ..Default::default() };
+    pod.run("a", "exit 3", &with);
     assert_eq!(pod.wait("a", "").unwrap(), 3);
     pod.delete("a", "").unwrap();
     pod.shut_down();
@@ -245,15 +193,9 @@ fn directories_of_a_volatile_overlay_are_not_mounted_again() {
     for dir in ["upper", "work"] {
         std::fs::create_dir(pod.path(dir)).unwrap();
     }
-    let mut overlay = Mount::new();
-    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
-    overlay.options = ["lowerdir", "upperdir", "workdir"]
-        .iter()
-        .zip(["root", "upper", "work"])
-        .map(|(option, dir)| format!("{option}={}", pod.path(dir)))
-        .chain(["volatile".to_owned()])
-        .collect();
-    let with = Container { rootfs: vec![overlay], ..Default::default() };
+    let [upper, work] = ["upper", "work"].map(|dir| format!("{dir}dir={}", pod.path(dir)));
+    let with =
+        Container { rootfs: vec![pod.overlay(&[&upper, &work, "volatile"])], ..Default::default() };
     pod.run("a", "exit 3", &with);
     assert_eq!(pod.wait("a", "").unwrap(), 3);
     pod.delete("a", "").unwrap();
@@ -261,62 +203,4 @@ fn directories_of_a_volatile_overlay_are_not_mounted_again() {
     let reason = "option volatile needs Linux 5.10, and directories that have not been mounted";
     assert!(error.contains(reason), "{error}");
     pod.shut_down();
-}
-
-/// A pod whose shim was killed, and which has a container with a root file system.
-fn pod_with_a_dead_shim() -> Pod {
-    let mut pod = Pod::new();
-    std::fs::create_dir(pod.path("layer")).unwrap();
-    // So that a test can fill it.
-    let bundle = pod.bundle("a");
-    std::fs::create_dir_all(&bundle).unwrap();
-    rustix::mount::mount("bundle", &bundle, "tmpfs", MountFlags::empty(), c"nr_inodes=64").unwrap();
-    let mut overlay = Mount::new();
-    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
-    overlay.options = vec![format!("lowerdir={}:{}", pod.path("root"), pod.path("layer"))];
-    pod.run("a", "sleep 1000", &Container { rootfs: vec![overlay], ..Default::default() });
-    pod.shim.kill().unwrap();
-    pod.shim.wait().unwrap();
-    pod
-}
-
-/// The mount point is there, empty, and without what the deletion has made beside it.
-fn has_its_mount_point_alone(pod: &Pod) {
-    let rootfs = pod.bundle("a").join("rootfs");
-    assert_eq!(std::fs::read_dir(&rootfs).unwrap().count(), 0, "it is empty");
-    assert!(!exists(pod.bundle("a").join("rootfs.detached")));
-    rustix::mount::unmount(pod.bundle("a"), rustix::mount::UnmountFlags::empty()).unwrap();
-}
-
-#[test]
-fn a_full_disk_prevents_no_deletion_after_a_dead_shim() {
-    let pod = pod_with_a_dead_shim();
-    let bundle = pod.bundle("a");
-    let full =
-        (0..100).map(|n| std::fs::write(bundle.join(n.to_string()), "")).find(Result::is_err);
-    assert!(full.is_some());
-    pod.delete_after_shim("a");
-    has_its_mount_point_alone(&pod);
-}
-
-#[test]
-fn a_mount_point_exists_throughout_the_deletion_after_a_dead_shim() {
-    let pod = pod_with_a_dead_shim();
-    let rootfs = pod.bundle("a").join("rootfs");
-    let deleted = AtomicBool::new(false);
-    let missed = std::thread::scope(|scope| {
-        // containerd unmounts until nothing is mounted, and takes ENOENT for a failure.
-        let watched = scope.spawn(|| {
-            let mut missed = 0;
-            while !deleted.load(Ordering::Relaxed) {
-                missed += u32::from(!exists(&rootfs));
-            }
-            missed
-        });
-        pod.delete_after_shim("a");
-        deleted.store(true, Ordering::Relaxed);
-        watched.join().unwrap()
-    });
-    assert_eq!(missed, 0);
-    has_its_mount_point_alone(&pod);
 }

@@ -25,7 +25,26 @@ pub struct Container {
     pub rootfs: Vec<Mount>,
 }
 
+/// Options of an overlay by which root is another user of the node.
+pub const MAPPED: [&str; 2] = ["uidmap=0:70000:65536", "gidmap=0:70000:65536"];
+
+/// A mount of a root file system.
+pub fn mount(kind: &str, source: &str, options: &[&str]) -> Mount {
+    let mut mount = Mount::new();
+    (mount.type_, mount.source) = (kind.to_owned(), source.to_owned());
+    mount.options = options.iter().map(|option| (*option).to_owned()).collect();
+    mount
+}
+
 impl Pod {
+    /// An overlay of the root of the pod's containers and a layer, with more options.
+    pub fn overlay(&self, more: &[&str]) -> Mount {
+        let layer = self.path("layer");
+        std::fs::create_dir_all(&layer).unwrap();
+        let lower = format!("lowerdir={}:{layer}", self.path("root"));
+        mount("overlay", "overlay", &[&[lower.as_str()], more].concat())
+    }
+
     /// A container whose runtime runs these commands of a shell first when `action` is called. One
     /// for each action of a pod.
     pub fn with_commands_before(&self, action: &str, commands: &str) -> Container {

@@ -25,6 +25,8 @@ use containerd_shim_protos::ttrpc::{self, context};
 
 pub use self::container::Container;
 use self::container::process;
+#[allow(unused_imports, reason = "not every program of tests uses them")]
+pub use self::container::{MAPPED, mount};
 pub use self::containerd::Answers;
 use self::containerd::{Containerd, Taken};
 #[allow(unused_imports, reason = "not every program of tests uses them")]
