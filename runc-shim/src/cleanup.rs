@@ -14,7 +14,7 @@ use crate::error::{Code, Context as _, Error};
 use crate::exits::{self, Exit};
 use crate::log;
 use crate::process_key;
-use crate::root::helper::{self, Action, Work};
+use crate::root::helper::{self, Action};
 use crate::root::mounts;
 use crate::runtime::command::Command;
 use crate::runtime::options::BundleOptions;
@@ -79,10 +79,9 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
 /// Undoes the mounts of a bundle. A helper does it first: the last unmount of a file system may wait
 /// for its disk.
 fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
-    let action = Action::Unmount;
-    let (namespace, id) = (arguments.namespace.as_str(), arguments.id.as_str());
+    let Arguments { namespace, id, .. } = arguments;
     // No process may be available for a helper.
-    if let Ok(helper) = helper::start(&Work { action, namespace, id, bundle, input_file: None }) {
+    if let Ok(helper) = helper::start(Action::Unmount, namespace, id, bundle, None) {
         wait_or_kill(&helper, UNMOUNT_TIMEOUT);
     }
     mounts::unmount_bundle(bundle)

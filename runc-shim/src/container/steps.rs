@@ -20,7 +20,7 @@ use crate::error::{Code, Error};
 use crate::exits::Exit;
 use crate::io::logger::Logger;
 use crate::reactor::Source;
-use crate::root::helper::{self, Action, Work};
+use crate::root::helper::{self, Action};
 use crate::runtime::Place;
 use crate::runtime::command::Command;
 use crate::services::Services;
@@ -78,8 +78,7 @@ impl Container {
         input_file: Option<BorrowedFd<'_>>,
     ) -> Answer {
         let (namespace, id) = (&services.namespace, &self.key.id);
-        let work = Work { action, namespace, id, bundle: &self.bundle, input_file };
-        let command = helper::start(&work)?;
+        let command = helper::start(action, namespace, id, &self.bundle, input_file)?;
         self.begin(services, caller, step, command)
     }
 

@@ -8,7 +8,6 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
 use containerd_shim_protos::api::{CreateTaskRequest, Mount};
-use containerd_shim_protos::ttrpc::get_status;
 use protobuf::Message as _;
 
 use crate::arguments::Arguments;
@@ -18,9 +17,6 @@ use crate::root::mounts;
 use crate::runtime::command::Command;
 use crate::runtime::{self, INPUT_FD};
 use crate::sys;
-
-/// Maximum length of an error message, bytes.
-const MAX_MESSAGE: usize = 32 << 10;
 
 /// The action of a helper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,21 +47,6 @@ impl Action {
     }
 }
 
-/// The input of a helper.
-#[derive(Debug, Clone, Copy)]
-pub struct Work<'a> {
-    /// The action.
-    pub action: Action,
-    /// containerd's namespace.
-    pub namespace: &'a str,
-    /// The container's id.
-    pub id: &'a str,
-    /// The container's bundle.
-    pub bundle: &'a Path,
-    /// The mounts to make, see [`mounts_file`], or the `cgroupsPath` of the config.
-    pub input_file: Option<BorrowedFd<'a>>,
-}
-
 /// A file in memory that contains the mounts for a helper.
 ///
 /// # Errors
@@ -76,31 +57,30 @@ pub fn mounts_file(mounts: Vec<Mount>) -> Result<std::os::fd::OwnedFd, Error> {
     runtime::memory_file_of(&request.write_to_bytes()?)
 }
 
-/// Starts a helper.
+/// Starts a helper for a container and its bundle. `input_file` has the mounts to make, see
+/// [`mounts_file`], or the `cgroupsPath` of the config.
 ///
 /// # Errors
 /// The helper cannot be started.
-pub fn start(work: &Work<'_>) -> Result<Command, Error> {
-    let words = [
-        env!("CARGO_PKG_NAME"),
-        "-namespace",
-        work.namespace,
-        "-id",
-        work.id,
-        "-bundle",
-        &work.bundle.display().to_string(),
-        work.action.word(),
-    ];
+pub fn start(
+    action: Action,
+    namespace: &str,
+    id: &str,
+    bundle: &Path,
+    input_file: Option<BorrowedFd<'_>>,
+) -> Result<Command, Error> {
+    let (program, path) = (env!("CARGO_PKG_NAME"), bundle.display().to_string());
+    let words = [program, "-namespace", namespace, "-id", id, "-bundle", &path, action.word()];
     let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
     let null = runtime::null()?;
     let output = runtime::memory_file_of(b"")?;
     // Not the streams of this process: a reader that waits until they are closed would also wait
     // for the helper.
     let mut descriptors = vec![(null.as_fd(), 0), (output.as_fd(), 1), (null.as_fd(), 2)];
-    descriptors.extend(work.input_file.map(|input_file| (input_file, INPUT_FD)));
+    descriptors.extend(input_file.map(|input_file| (input_file, INPUT_FD)));
     // The working directory identifies the helper to `cleanup::delete`. A bundle that was removed
     // has no mounts.
-    let bundle = File::open(work.bundle).ok();
+    let bundle = File::open(bundle).ok();
     let spawned = sys::spawn(&sys::Spawn {
         program: c"/proc/self/exe",
         arguments: &words,
@@ -110,27 +90,20 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
         dies_with_parent: true,
         own_group: false,
     });
-    let pid = spawned.context(format_args!("start helper to {}", work.action.word()))?;
+    let pid = spawned.context(format_args!("start helper to {}", action.word()))?;
     Ok(Command::helper(pid, output))
 }
 
-/// Runs as a helper. Writes an error to standard output, encoded as a ttrpc status.
+/// Runs as a helper. Writes an error to standard output.
 ///
 /// # Errors
 /// The action has failed.
 pub fn run(action: Action, arguments: &Arguments) -> Result<(), Error> {
     let done = act(action, arguments);
     if let Err(e) = &done {
-        let status = get_status(e.code, shortened(&e.message));
-        std::io::stdout().write_all(&status.write_to_bytes()?).context("write status")?;
+        write!(std::io::stdout(), "{e}").context("write error")?;
     }
     done
-}
-
-/// The beginning of a message: the shim keeps no more than 64 KiB of what a helper writes.
-fn shortened(message: &str) -> &str {
-    let end = message.floor_char_boundary(MAX_MESSAGE);
-    message.get(..end).unwrap_or(message)
 }
 
 fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {

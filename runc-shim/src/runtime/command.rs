@@ -7,14 +7,12 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::Instant;
 
-use containerd_shim_protos::ttrpc::proto::Status;
-use protobuf::Message as _;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::Deserialize;
 
-use crate::error::{Code, Error};
+use crate::error::Error;
 use crate::exits::{self, Exit};
 
 /// How much of a log is read, bytes: the end, which has the last error.
@@ -73,15 +71,12 @@ impl Command {
     /// bundle, if that is known, in place of the log of an earlier command: the log of a probe that
     /// fails at every attempt would fill the bundle's file system.
     pub fn failure(&self, what: &str, status: u32, bundle: Option<&Path>) -> Error {
-        let output = self.output.as_ref().map(end_of).unwrap_or_default();
-        let Some(log) = &self.log else {
-            return helper_failure(&output, status).context(what);
-        };
-        let log = end_of(log);
-        if let Some(bundle) = bundle {
+        let log = self.log.as_ref().map(end_of).unwrap_or_default();
+        if let (Some(_), Some(bundle)) = (&self.log, bundle) {
             // A failure is ignored, because the answer contains the error.
             let _ = std::fs::write(bundle.join("log.json"), &log);
         }
+        let output = self.output.as_ref().map(end_of).unwrap_or_default();
         let reason = last_error(&String::from_utf8_lossy(&log))
             .or_else(|| Some(last_text(&output)).filter(|output| !output.is_empty()))
             .unwrap_or_else(|| format!("exit status {status}"));
@@ -116,23 +111,9 @@ pub fn last_error(log: &str) -> Option<String> {
     lines.rev().find(|line| line.level == "error").map(|line| line.msg.trim().to_owned())
 }
 
-/// The error of a helper that has failed: the one that it has written, or its exit status.
-fn helper_failure(output: &[u8], status: u32) -> Error {
-    match Status::parse_from_bytes(output) {
-        Ok(status) if !status.message.is_empty() => {
-            // A response with OK would be a success.
-            let code = status.code.enum_value().ok().filter(|code| *code != Code::OK);
-            Error::new(code.unwrap_or(Code::UNKNOWN), status.message)
-        }
-        _ => Error::unknown(format!("exit status {status}")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
-
-    use containerd_shim_protos::ttrpc::get_status;
 
     use super::*;
 
@@ -155,16 +136,5 @@ mod tests {
         assert!(end.len() == 64 << 10 && end.ends_with(b"x reason\n"));
         let text = last_text(&end);
         assert!(text.ends_with("x reason") && text.len() < MAX_TEXT);
-    }
-
-    #[test]
-    fn the_error_of_a_helper_has_its_code() {
-        let status = get_status(Code::INVALID_ARGUMENT, "no such option");
-        let error = helper_failure(&status.write_to_bytes().unwrap(), 1);
-        assert_eq!(error, Error::new(Code::INVALID_ARGUMENT, "no such option"));
-        let status = get_status(Code::OK, "all well").write_to_bytes().unwrap();
-        assert_eq!(helper_failure(&status, 1), Error::unknown("all well"));
-        assert_eq!(helper_failure(b"", 137).message, "exit status 137");
-        assert_eq!(helper_failure(b"\xff rubbish", 1).message, "exit status 1");
     }
 }
