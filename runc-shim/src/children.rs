@@ -1,7 +1,6 @@
 //! The children of the shim that are not reaped yet, and what each of them is for.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::time::Instant;
 
 use crate::error::Error;
@@ -59,23 +58,16 @@ impl Children {
         self.exits.resolve_start(key, None);
     }
 
-    /// Ends the start of a process, to which the runtime gave `pid` in `pid_file`. Returns its exit
-    /// if it has exited and was reaped; else it is known from now on.
+    /// Ends the start of a process, to which the runtime gave `pid`. Returns its exit if it has
+    /// exited and was reaped; else it is known from now on.
     ///
     /// # Errors
     /// The pid is that of another live child, whose exit would be attributed to this process.
-    pub fn started(
-        &mut self,
-        key: &ProcessKey,
-        pid: i32,
-        pid_file: &Path,
-    ) -> Result<Option<Exit>, Error> {
-        let exit = self.exits.resolve_start(key, Some((pid, pid_file)));
+    pub fn started(&mut self, key: &ProcessKey, pid: i32) -> Result<Option<Exit>, Error> {
+        let exit = self.exits.resolve_start(key, Some(pid));
         if exit.is_none() {
             if self.known.contains_key(&pid) {
-                let file = pid_file.display();
-                let reason = format!("pid file {file} has pid {pid}, which is another process");
-                return Err(Error::unknown(reason));
+                return Err(Error::unknown(format!("pid {pid} is that of another process")));
             }
             self.add(pid, Child::Process(key.clone()));
         }

@@ -264,7 +264,8 @@ impl Container {
         let pid = runtime::read_pid(&pid_file)?;
         let Prepared { streams, stdin, .. } = prepared;
         self.process(&caller.key)?.attach(services.copiers(), &caller.key, streams, stdin)?;
-        let exit = services.children().started(&caller.key, pid, &pid_file)?;
+        let exit = services.children().started(&caller.key, pid);
+        let exit = exit.context(format_args!("pid file {}", pid_file.display()))?;
         if caller.key != self.key {
             return self.exec_started(services, &caller.key, pid, exit);
         }
