@@ -1,11 +1,9 @@
 //! The children of the shim that are not reaped yet, and what each of them is for.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
 
 use crate::error::Error;
 use crate::exits::{self, Exit, Exits};
-use crate::io::logger;
 use crate::process_key::ProcessKey;
 use crate::sys;
 
@@ -16,8 +14,8 @@ pub enum Child {
     Command(ProcessKey),
     /// A process of a container.
     Process(ProcessKey),
-    /// The logging program of a process, and when SIGKILL follows, if SIGTERM was sent.
-    Logger(ProcessKey, Option<Instant>),
+    /// The logging program of a process.
+    Logger(ProcessKey),
 }
 
 /// The known children by their pids, and the exits of unknown ones.
@@ -83,23 +81,6 @@ impl Children {
         }
     }
 
-    /// Removes the processes of a container that have exited and whose exits were not handled yet:
-    /// those of execs before the first process of the container.
-    pub fn take_ended_processes(&mut self, id: &str) -> Vec<(ProcessKey, Exit)> {
-        let is_own = |child: &Child| matches!(child, Child::Process(key) if key.id == id);
-        let own = self.known.iter().filter(|(_, child)| is_own(child)).map(|(pid, _)| *pid);
-        let exits = own.filter_map(|pid| Some((pid, exits::exit_of_child(pid)?)));
-        let exits: Vec<(i32, Exit)> = exits.collect();
-        let mut ended = Vec::new();
-        for (pid, exit) in exits {
-            if let Some(Child::Process(key)) = self.known.remove(&pid) {
-                ended.push((key, exit));
-            }
-        }
-        ended.sort_by_key(|(key, _)| key.exec.is_empty());
-        ended
-    }
-
     /// Forgets the processes of a deleted container.
     pub fn forget(&mut self, id: &str) {
         self.known.retain(|_, child| !matches!(child, Child::Process(key) if key.id == id));
@@ -110,33 +91,11 @@ impl Children {
         self.known.values().any(|child| matches!(child, Child::Command(_)))
     }
 
-    /// Sends SIGTERM to a logging program that runs, and sets the time at which it is killed.
-    /// A logging program should exit when its input ends; this is for one that does not.
-    pub fn end_logger(&mut self, pid: i32) {
-        if let Some(Child::Logger(_, end)) = self.known.get_mut(&pid) {
+    /// Sends SIGTERM to a logging program that runs. It should exit when its input ends; this is for
+    /// one that does not.
+    pub fn end_logger(&self, pid: i32) {
+        if matches!(self.known.get(&pid), Some(Child::Logger(_))) {
             let _ = sys::kill(pid, libc::SIGTERM);
-            *end = Some(Instant::now() + logger::EXIT_TIMEOUT);
-        }
-    }
-
-    /// When [`Children::kill_late_loggers`] has work to do.
-    pub fn deadline(&self) -> Option<Instant> {
-        let ends = self.known.values().filter_map(|child| match child {
-            Child::Logger(_, end) => *end,
-            _ => None,
-        });
-        ends.min()
-    }
-
-    /// Kills the logging programs that have not exited in time after SIGTERM.
-    pub fn kill_late_loggers(&mut self, now: Instant) {
-        for (pid, child) in &mut self.known {
-            if let Child::Logger(_, end) = child
-                && end.take_if(|at| *at <= now).is_some()
-            {
-                // The child is not reaped yet, so its pid cannot have been reused.
-                let _ = sys::kill(*pid, libc::SIGKILL);
-            }
         }
     }
 }

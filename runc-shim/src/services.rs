@@ -26,8 +26,10 @@ pub struct Services {
     pub server: Server,
     /// The queue of events.
     pub events: Events,
-    children: Children,
-    copiers: Copiers,
+    /// The children.
+    pub children: Children,
+    /// The copier threads.
+    pub copiers: Copiers,
     /// containerd's namespace.
     pub namespace: String,
     /// Calls that have waited for a command and can be executed now.
@@ -54,16 +56,6 @@ impl Services {
             namespace,
             released: Vec::new(),
         })
-    }
-
-    /// The children.
-    pub fn children(&mut self) -> &mut Children {
-        &mut self.children
-    }
-
-    /// The copier threads.
-    pub fn copiers(&mut self) -> &mut Copiers {
-        &mut self.copiers
     }
 
     /// Whether no answer, event, output or command is pending.
@@ -114,5 +106,4 @@ impl Services {
     pub fn watch(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
         self.reactor.add(fd, source, EventFlags::IN)
     }
-
 }

@@ -74,7 +74,7 @@ impl Shim {
             for source in ready {
                 self.ready(source);
             }
-            for key in self.services.copiers().take_ended().context("copy streams")? {
+            for key in self.services.copiers.take_ended().context("copy streams")? {
                 self.with(&key.id, |it, services| it.output_ended(services, &key));
             }
             self.handle_timeouts();
@@ -183,7 +183,7 @@ impl Shim {
     }
 
     fn child_ended(&mut self, pid: i32, exit: Exit) {
-        match self.services.children().ended(pid, exit) {
+        match self.services.children.ended(pid, exit) {
             None => {}
             Some(Child::Command(key)) => {
                 self.with(&key.id, |it, services| it.command_ended(services, pid, exit));
@@ -191,23 +191,21 @@ impl Shim {
             Some(Child::Process(key)) => {
                 self.with(&key.id, |it, services| it.process_exited(services, &key, exit));
             }
-            Some(Child::Logger(key, _)) => {
+            Some(Child::Logger(key)) => {
                 self.with(&key.id, |it, services| it.logger_ended(services, &key, pid));
             }
         }
     }
 
     /// When [`Shim::handle_timeouts`] has work to do at the latest.
-    fn deadline(&mut self) -> Option<Instant> {
+    fn deadline(&self) -> Option<Instant> {
         if self.more_exits {
             return Some(Instant::now());
         }
         let containers = self.containers.values().filter_map(Container::deadline).min();
-        let sandbox = self.sandbox.as_ref().and_then(Sandbox::deadline);
-        let children = self.services.children().deadline();
         let server = self.services.server.deadline();
         let events = self.services.events.deadline();
-        let all = [containers, sandbox, children, server, events, self.shutdown_deadline];
+        let all = [containers, server, events, self.shutdown_deadline];
         all.into_iter().flatten().min()
     }
 
@@ -222,10 +220,6 @@ impl Shim {
         }
         if self.services.events.deadline().is_some_and(|at| at <= now) {
             self.services.events.retry(&self.services.reactor);
-        }
-        self.services.children().kill_late_loggers(now);
-        if let Some(sandbox) = &mut self.sandbox {
-            sandbox.end_late_calls(&mut self.services, now);
         }
         let is_due = |it: &Container| it.deadline().is_some_and(|at| at <= now);
         let due = self.containers.iter().filter(|(_, it)| is_due(it)).map(|(id, _)| id.clone());
@@ -249,7 +243,11 @@ impl Shim {
 
     /// Executes a request and answers it, unless it is answered later.
     fn dispatch(&mut self, reply: Reply, request: Request) {
-        let answer = self.act(reply, request);
+        // Nothing is done for a caller that has gone, also after a wait for something else.
+        let answer = match reply.is_late(Instant::now()) {
+            true => Err(Error::deadline_passed()),
+            false => self.act(reply, request),
+        };
         self.services.respond(reply, answer);
     }
 

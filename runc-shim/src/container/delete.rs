@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::state::State;
 use super::{Container, missing};
 use crate::error::Error;
-use crate::exec;
+use crate::exits;
 use crate::process_key::ProcessKey;
 use crate::services::Services;
 use crate::ttrpc::events;
@@ -20,7 +20,7 @@ impl Container {
         }
         // A container that was never started has not exited: the deletion kills its process.
         let has_exited = self.state.has_exited();
-        if has_exited && self.process.drain(services.copiers(), &self.key, reply)? {
+        if has_exited && self.process.drain(&services.copiers, &self.key, reply)? {
             return Ok(None);
         }
         self.remove_container(services, &self.caller(Some(reply)), None)
@@ -29,8 +29,8 @@ impl Container {
     pub(super) fn deleted(&mut self, services: &mut Services) -> Answer {
         self.is_gone = true;
         // The deletion kills the process of a container that was never started.
-        for (key, exit) in services.children().take_ended_processes(&self.key.id) {
-            self.process_exited(services, &key, exit);
+        if let Some(exit) = exits::exit_of_child(self.pid).filter(|_| !self.state.has_exited()) {
+            self.process_exited(services, &self.key.clone(), exit);
         }
         let response = response::deleted(self.pid(), self.state.exit());
         services.send(events::DELETE, &events::delete(&self.key.id, &response));
@@ -43,18 +43,16 @@ impl Container {
     pub(super) fn forget(&mut self, services: &mut Services) {
         self.unwatch_oom_kills(services);
         let id = self.key.id.clone();
-        services.children().forget(&id);
+        services.children.forget(&id);
         self.forget_steps(services);
         let process = std::mem::take(&mut self.process);
         process.close(services, &self.key);
-        let mut queued = std::mem::take(&mut self.queue);
         for (exec_id, exec) in std::mem::take(&mut self.execs) {
             let key = ProcessKey::new(&id, &exec_id);
             services.events.exec_deleted(&key);
             exec.process.close(services, &key);
-            queued.extend(exec.queue);
         }
-        for (reply, _) in queued {
+        for (reply, _) in std::mem::take(&mut self.queue) {
             services.respond(reply, Err(missing()));
         }
         self.is_gone = true;
@@ -68,8 +66,10 @@ impl Container {
         key: &ProcessKey,
     ) -> Answer {
         let exec = self.exec(key)?;
-        exec.change(exec::state::Event::Delete)?;
-        if exec.process.drain(services.copiers(), key, reply)? {
+        if exec.state.is_live() {
+            return Err(Error::state("cannot delete a running process"));
+        }
+        if exec.process.drain(&services.copiers, key, reply)? {
             return Ok(None);
         }
         self.remove_exec(services, key)
@@ -81,7 +81,7 @@ impl Container {
         let exec = self.execs.remove(&key.exec).ok_or_else(missing)?;
         // An exec that was not started has no pid file.
         let _ = std::fs::remove_file(file);
-        let state = exec.state();
+        let state = exec.state;
         services.events.exec_deleted(key);
         exec.process.close(services, key);
         response::now(&response::deleted(response::unsigned(state.pid()), state.exit()))
@@ -100,7 +100,7 @@ impl Container {
     /// Continues a deletion that waits for the last output of a process, if there is none any more.
     pub(super) fn check_drained(&mut self, services: &mut Services, key: &ProcessKey) {
         let Ok(process) = self.process(key) else { return };
-        if let Some(reply) = process.take_drained(services.copiers(), key) {
+        if let Some(reply) = process.take_drained(&services.copiers, key) {
             self.drained(services, key, reply);
         }
     }

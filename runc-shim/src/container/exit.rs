@@ -23,10 +23,9 @@ impl Container {
             self.thaw();
             self.kill_remaining(services);
         } else if let Ok(exec) = self.exec(key) {
-            let pid = exec.state().pid();
-            if exec.change(exec::state::Event::Exited(exit)).is_ok() {
-                self.announce_exit(services, key, pid, exit);
-            }
+            let pid = exec.state.pid();
+            exec.state = exec::State::Stopped(pid, exit);
+            self.announce_exit(services, key, pid, exit);
             self.announce_exit_if_done(services);
         }
     }
@@ -36,7 +35,7 @@ impl Container {
     pub(super) fn announce_exit_if_done(&mut self, services: &mut Services) {
         let comes_first = |it: &Pending| matches!(it.step, Step::Start | Step::KillRemaining);
         let must_wait = self.pending.iter().any(comes_first)
-            || self.execs.values().any(|exec| exec.state().is_live());
+            || self.execs.values().any(|exec| exec.state.is_live());
         if (self.is_deleting() || !must_wait)
             && let Some(exit) = self.state.take_exit()
         {
@@ -49,8 +48,8 @@ impl Container {
         let event = events::exit(key, response::unsigned(pid), exit);
         services.send_of(events::EXIT, &event, key);
         if let Ok(process) = self.process(key) {
-            process.exited(services.copiers(), key);
-            process.waiters().answer(services, exit);
+            process.exited(&mut services.copiers, key);
+            process.waiters.answer(services, exit);
         }
     }
 
@@ -58,7 +57,7 @@ impl Container {
     /// deletion that waits for the last output.
     pub fn output_ended(&mut self, services: &mut Services, key: &ProcessKey) {
         if let Ok(process) = self.process(key) {
-            process.exited(services.copiers(), key);
+            process.exited(&mut services.copiers, key);
         }
         self.check_drained(services, key);
     }

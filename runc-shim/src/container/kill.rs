@@ -28,9 +28,9 @@ impl Container {
             .map_err(|_| Error::new(Code::INVALID_ARGUMENT, "no such signal"))?;
         let finished = || Error::not_found("process already finished");
         if *key != self.key {
-            return match self.exec(key)?.state() {
-                exec::state::State::Running { pid } => signal_process(pid, signal),
-                exec::state::State::Stopped { .. } => Err(finished()),
+            return match self.exec(key)?.state {
+                exec::State::Running(pid) => signal_process(pid, signal),
+                exec::State::Stopped(..) => Err(finished()),
                 _ => Err(Error::state("process not created")),
             };
         }
@@ -102,7 +102,7 @@ impl Container {
             }
             // Also if the command fails, no exec may delay the announcement of the exit.
             for exec in self.execs.values() {
-                if let exec::state::State::Running { pid } = exec.state() {
+                if let exec::State::Running(pid) = exec.state {
                     // The exec is not reaped yet, so its pid cannot have been reused.
                     let _ = sys::kill(pid, libc::SIGKILL);
                 }

@@ -11,7 +11,7 @@ use super::state::State;
 use super::step::{Caller, Step};
 use super::steps::check_deadline;
 use crate::error::{Context as _, Error};
-use crate::exec::state::Event as ExecEvent;
+use crate::exec;
 use crate::exits::{Exit, UNKNOWN};
 use crate::io::console::ConsoleSocket;
 use crate::io::{self, Owner, Prepared};
@@ -73,7 +73,7 @@ impl Container {
         key: &ProcessKey,
     ) -> Answer {
         self.check_not_exited()?;
-        self.exec(key)?.change(ExecEvent::Start)?;
+        self.exec(key)?.begin_start()?;
         self.launch(services, Caller { key: key.clone(), reply: Some(reply) })
     }
 
@@ -103,7 +103,7 @@ impl Container {
             | (Err(e), Launch::Creating(_, streams))
             | (Err(e), Launch::StartingTerminalLogger(streams)) => {
                 // A process that the runtime has left may hold the locks of these streams.
-                services.copiers().close(&caller.key, streams.into_ends().collect());
+                services.copiers.close(&caller.key, streams.into_ends().collect());
                 Err(e)
             }
         };
@@ -151,9 +151,9 @@ impl Container {
             return self.created(services, 0);
         }
         let owner = Owner { uid: self.owner.0, gid: self.owner.1 };
-        let stdio = self.process(&caller.key)?.stdio().clone();
+        let stdio = self.process(&caller.key)?.stdio.clone();
         if !stdio.is_none() {
-            services.copiers().start(&caller.key)?;
+            services.copiers.start(&caller.key)?;
         }
         let prepared = match stdio.terminal {
             true => Prepared::default(),
@@ -219,14 +219,14 @@ impl Container {
         // own errors to them.
         let step = Step::Launch(Launch::Creating(console, streams));
         let begun = self.run_in(services, caller, step, &arguments, place)?;
-        services.children().begin_start(&caller.key);
-        services.copiers().close(&caller.key, child.into_iter().flatten().collect());
+        services.children.begin_start(&caller.key);
+        services.copiers.close(&caller.key, child.into_iter().flatten().collect());
         Ok(begun)
     }
 
     /// Makes the socket through which the runtime sends a terminal, if the process gets one.
     fn console_socket(&mut self, key: &ProcessKey) -> Result<Option<ConsoleSocket>, Error> {
-        if !self.process(key)?.stdio().terminal {
+        if !self.process(key)?.stdio.terminal {
             return Ok(None);
         }
         self.consoles = self.consoles.wrapping_add(1);
@@ -246,10 +246,10 @@ impl Container {
         let master = console.receive()?;
         let terminal = master.try_clone();
         let process = self.process(&caller.key)?;
-        let stdio = process.stdio().clone();
+        let stdio = process.stdio.clone();
         // The process has the terminal before its streams are prepared: also if that fails, the
         // copier thread closes it.
-        process.set_console(services.copiers(), &caller.key, Some(master));
+        process.set_console(&mut services.copiers, &caller.key, Some(master));
         let prepared = io::terminal(&stdio, &terminal?, caller.key.process(), &services.namespace)
             .context("failed to start console copy")?;
         self.await_logger(services, caller, prepared, Launch::StartingTerminalLogger)
@@ -263,8 +263,8 @@ impl Container {
         let pid_file = self.pid_file(&caller.key);
         let pid = runtime::read_pid(&pid_file)?;
         let Prepared { streams, stdin, .. } = prepared;
-        self.process(&caller.key)?.attach(services.copiers(), &caller.key, streams, stdin)?;
-        let exit = services.children().started(&caller.key, pid);
+        self.process(&caller.key)?.attach(&mut services.copiers, &caller.key, streams, stdin)?;
+        let exit = services.children.started(&caller.key, pid);
         let exit = exit.context(format_args!("pid file {}", pid_file.display()))?;
         if caller.key != self.key {
             return self.exec_started(services, &caller.key, pid, exit);
@@ -293,7 +293,7 @@ impl Container {
         e: Error,
         was_made: bool,
     ) -> Answer {
-        services.children().start_failed(&caller.key);
+        services.children.start_failed(&caller.key);
         if caller.key == self.key && self.state == State::New {
             self.state = State::Failed;
             self.create_event = None;
@@ -301,19 +301,18 @@ impl Container {
         }
         if was_made {
             if let Ok(pid) = runtime::read_pid(&self.pid_file(&caller.key)) {
-                services.children().kill_unknown(pid);
+                services.children.kill_unknown(pid);
             }
             // Other processes of an exec may have the terminal open: it hangs up.
             if let Ok(process) = self.process(&caller.key) {
-                process.set_console(services.copiers(), &caller.key, None::<OwnedFd>);
+                process.set_console(&mut services.copiers, &caller.key, None::<OwnedFd>);
             }
         }
         if let Ok(exec) = self.exec(&caller.key) {
             // A caller of Wait must not take it for a success.
             let exit = Exit::now(UNKNOWN);
-            // An exec that was deleted meanwhile has no state to change.
-            let _ = exec.change(ExecEvent::StartFailed(exit));
-            exec.process.waiters().answer(services, exit);
+            exec.state = exec::State::Stopped(0, exit);
+            exec.process.waiters.answer(services, exit);
         }
         self.announce_exit_if_done(services);
         Err(e)
@@ -364,7 +363,7 @@ impl Container {
         pid: i32,
         exit: Option<Exit>,
     ) -> Answer {
-        self.exec(key)?.change(ExecEvent::Started(pid))?;
+        self.exec(key)?.state = exec::State::Running(pid);
         let mut event = task_events::TaskExecStarted::new();
         (event.container_id, event.exec_id) = (key.id.clone(), key.exec.clone());
         event.pid = response::unsigned(pid);

@@ -13,7 +13,7 @@ pub mod state;
 mod step;
 mod steps;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -21,23 +21,22 @@ use std::time::Instant;
 
 use self::config::Config;
 pub use self::create::create_event;
-use self::removal::Retry;
 use self::state::State;
 use self::step::{Pending, Step};
 use crate::cgroup::Cgroup;
 use crate::cgroup::oom_watch::OomWatch;
 use crate::error::{Code, Context as _, Error};
-use crate::exec::Exec;
+use crate::exec::{self, Exec};
 use crate::log;
 use crate::process::ProcessStreams;
 use crate::process_key::ProcessKey;
 use crate::runtime::Runtime;
 use crate::services::Services;
-use crate::ttrpc::request::{Method, Request, take_late};
+use crate::ttrpc::request::{Method, Request};
 use crate::ttrpc::response::{self, Answer};
 use crate::ttrpc::server::Reply;
 
-/// Maximum number of calls that wait for a pending command of one container or exec.
+/// Maximum number of calls that wait for a pending command of a container or its execs.
 const MAX_QUEUED: usize = 1024;
 
 /// A container.
@@ -57,8 +56,8 @@ pub struct Container {
     /// The commands and logging programs that are being waited for, each with the step in which it
     /// is; those of execs, too.
     pending: Vec<Pending>,
-    /// Calls that wait until nothing is pending for the container.
-    queue: VecDeque<(Reply, Request)>,
+    /// Calls that wait until nothing is pending for the container, or for the exec.
+    queue: Vec<(Reply, Request)>,
     /// The first process.
     process: ProcessStreams,
     /// The execs by their ids.
@@ -82,10 +81,6 @@ pub struct Container {
     /// The runtime was killed while it created or restored the container: it may have left a
     /// cgroup that it does not know, with processes.
     may_have_left_cgroup: bool,
-    /// A deletion by the runtime was killed, because it took too long: the next one uses force.
-    must_force: bool,
-    /// The next attempt to remove the leftovers of a failed creation.
-    retry: Option<Retry>,
     /// The TaskCreate event; sent when the creation has succeeded.
     create_event: Option<Box<containerd_shim_protos::events::task::TaskCreate>>,
     /// The container is deleted.
@@ -126,7 +121,7 @@ impl Container {
         if !matches!(request.method, Method::Delete) && !self.is_created() {
             return Err(missing());
         }
-        let Some(request) = self.enqueue(services, reply, request)? else { return Ok(None) };
+        let Some(request) = self.enqueue(reply, request)? else { return Ok(None) };
         let Request { key, method } = request;
         let answer = self.execute(services, reply, &key, method);
         self.release(services, &key);
@@ -166,12 +161,7 @@ impl Container {
 
     /// Queues a request that must wait for what is pending for the container or the exec. Returns
     /// the request if it need not wait.
-    fn enqueue(
-        &mut self,
-        services: &mut Services,
-        reply: Reply,
-        request: Request,
-    ) -> Result<Option<Request>, Error> {
+    fn enqueue(&mut self, reply: Reply, request: Request) -> Result<Option<Request>, Error> {
         let key = &request.key;
         let must_wait = match &request.method {
             Method::Start | Method::Delete | Method::Kill(_) | Method::Pause => true,
@@ -180,20 +170,17 @@ impl Container {
             Method::ResizePty(_) => !key.exec.is_empty(),
             _ => false,
         };
-        let is_busy = self.is_busy();
-        let queue = match key.exec.as_str() {
-            "" => is_busy.then_some(&mut self.queue),
-            exec => self.execs.get_mut(exec).and_then(Exec::queue_while_starting),
-        };
-        let Some(queue) = queue.filter(|_| must_wait) else { return Ok(Some(request)) };
-        if queue.len() >= MAX_QUEUED {
+        if !must_wait || !self.is_busy(key) {
+            return Ok(Some(request));
+        }
+        if self.queue.len() >= MAX_QUEUED {
             let reason = format!("{MAX_QUEUED} calls wait for a command of the runtime");
             return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
         }
         let cancels = matches!(request.method, Method::Delete) && self.state == State::New;
-        queue.push_back((reply, request));
+        self.queue.push((reply, request));
         if cancels {
-            self.cancel_creation(services);
+            self.cancel_creation();
         }
         Ok(None)
     }
@@ -203,20 +190,21 @@ impl Container {
         self.is_gone || self.pending.iter().any(|it| matches!(it.step, Step::Remove(..)))
     }
 
-    /// Whether calls for the container must wait: a command, a helper or a logging program is
-    /// pending for it, and not for one of its execs, or its last output is awaited.
-    fn is_busy(&self) -> bool {
-        self.process.has_drain() || self.pending.iter().any(|it| it.key() == &self.key)
+    /// Whether calls for the container or an exec must wait: the exec is being started; or a
+    /// command, a helper or a logging program is pending for the container, and not for one of its
+    /// execs, or its last output is awaited.
+    fn is_busy(&self, key: &ProcessKey) -> bool {
+        if key.exec.is_empty() {
+            return self.process.has_drain() || self.pending.iter().any(|it| it.key() == key);
+        }
+        self.execs.get(&key.exec).is_some_and(|exec| exec.state == exec::State::Starting)
     }
 
     /// Has the queued calls of the container or an exec executed, if nothing is pending for it.
     fn release(&mut self, services: &mut Services, key: &ProcessKey) {
-        if !key.exec.is_empty() {
-            if let Some(exec) = self.execs.get_mut(&key.exec) {
-                services.release(exec.take_released());
-            }
-        } else if !self.is_busy() {
-            services.release(std::mem::take(&mut self.queue));
+        if !self.is_busy(key) {
+            services.release(self.queue.extract_if(.., |(_, request)| request.key == *key));
+            self.queue.shrink_to_fit();
         }
     }
 
@@ -254,33 +242,17 @@ impl Container {
         log::error(format_args!("container {}: {e}", self.key.id));
     }
 
-    /// The time at which [`Container::handle_timeouts`] has work to do, or at which the pipes that
-    /// epoll cannot watch are read.
+    /// The time at which [`Container::handle_timeouts`] has work to do.
     pub fn deadline(&self) -> Option<Instant> {
         let pending = self.pending.iter().filter_map(Pending::deadline);
-        let execs = self.execs.values().filter_map(Exec::deadline);
-        let queued = self.queue.iter().filter_map(|(reply, _)| reply.deadline());
-        let retry = self.retry.filter(|_| !self.is_busy()).map(|retry| retry.at);
-        let single = [self.process.deadline(), retry].into_iter().flatten();
-        pending.chain(execs).chain(queued).chain(single).min()
+        let execs = self.execs.values().filter_map(|exec| exec.process.deadline());
+        pending.chain(execs).chain(self.process.deadline()).min()
     }
 
-    /// Kills the commands whose time is over, answers the calls whose deadline has passed, and
-    /// continues deletions whose output was awaited for too long.
+    /// Kills the commands whose time is over, and continues deletions whose output was awaited for
+    /// too long.
     pub fn handle_timeouts(&mut self, services: &mut Services, now: Instant) {
         self.end_late_steps(services, now);
-        let mut late = self.process.waiters().take_late(now);
-        take_late(&mut self.queue, now, &mut late);
-        for exec in self.execs.values_mut() {
-            exec.take_late(now, &mut late);
-        }
-        for reply in late {
-            services.respond(reply, Err(Error::deadline_passed()));
-        }
         self.end_late_drains(services, now);
-        if !self.is_busy() && self.retry.is_some_and(|retry| retry.at <= now) {
-            // A failure is logged and schedules the next attempt.
-            let _ = self.remove(services, &self.caller(None), None);
-        }
     }
 }

@@ -62,11 +62,11 @@ impl Container {
     ) -> Answer {
         let exit = match key.exec.as_str() {
             "" => self.state.exit(),
-            _ => self.exec(key)?.state().exit(),
+            _ => self.exec(key)?.state.exit(),
         };
         match exit {
             Some(exit) => response::now(&response::waited(exit)),
-            None => self.process(key)?.waiters().add(services, reply),
+            None => self.process(key)?.waiters.add(services, reply),
         }
     }
 
@@ -77,18 +77,18 @@ impl Container {
         let (pid, status, exit) = if key.exec.is_empty() {
             (self.pid, status, self.state.exit())
         } else {
-            let state = self.exec(key)?.state();
+            let state = self.exec(key)?.state;
             let own = match state {
                 _ if matches!(status, Status::PAUSED | Status::PAUSING) => status,
-                exec::state::State::Running { .. } => Status::RUNNING,
-                exec::state::State::Stopped { .. } => Status::STOPPED,
-                _ => Status::CREATED,
+                exec::State::Running(_) => Status::RUNNING,
+                exec::State::Stopped(..) => Status::STOPPED,
+                exec::State::Added | exec::State::Starting => Status::CREATED,
             };
             (state.pid(), own, state.exit())
         };
         let pid = response::unsigned(pid);
         let mut response = response::state(key.process(), bundle, pid, status, exit);
-        let stdio = self.process(key)?.stdio();
+        let stdio = &self.process(key)?.stdio;
         response.stdin.clone_from(&stdio.stdin);
         response.stdout.clone_from(&stdio.stdout);
         response.stderr.clone_from(&stdio.stderr);
@@ -109,7 +109,7 @@ impl Container {
         for pid in pids {
             let mut info = ProcessInfo::new();
             info.pid = response::unsigned(pid);
-            let exec = self.execs.iter().find(|(_, exec)| exec.state().pid() == pid);
+            let exec = self.execs.iter().find(|(_, exec)| exec.state.pid() == pid);
             if let Some((exec, _)) = exec {
                 let mut details = ProcessDetails::new();
                 details.exec_id.clone_from(exec);
@@ -130,19 +130,19 @@ impl Container {
         key: &ProcessKey,
         request: &api::ResizePtyRequest,
     ) -> Answer {
-        if !key.exec.is_empty() && self.exec(key)?.state().exit().is_some() {
+        if !key.exec.is_empty() && self.exec(key)?.state.exit().is_some() {
             return Err(Error::state("cannot resize a stopped container"));
         }
-        let console = self.process(key)?.console();
-        if let Some(console) = console.map(|console| console.try_clone()).transpose()? {
+        let console = &self.process(key)?.console;
+        if let Some(console) = console.as_ref().map(|it| it.try_clone()).transpose()? {
             let size = rustix::termios::Winsize {
                 ws_row: u16::try_from(request.height).unwrap_or(u16::MAX),
                 ws_col: u16::try_from(request.width).unwrap_or(u16::MAX),
                 ws_xpixel: 0,
                 ws_ypixel: 0,
             };
-            if let Some(copier) = services.copiers().find(key) {
-                copier.resize(console, size)?;
+            if let Some(copier) = services.copiers.find(key) {
+                copier.resize(console, size);
             }
         }
         response::empty()
@@ -161,13 +161,10 @@ impl Container {
     }
 
     fn status(&self) -> Status {
-        let is_pausing = || self.pending.iter().any(|it| matches!(it.step, Step::Pause));
-        match self.state {
-            State::New | State::Failed | State::Restorable | State::Created => Status::CREATED,
-            State::Running if is_pausing() => Status::PAUSING,
-            State::Running | State::Exiting(_) => Status::RUNNING,
-            State::Paused => Status::PAUSED,
-            State::Stopped(_) => Status::STOPPED,
+        let is_pausing = self.pending.iter().any(|it| matches!(it.step, Step::Pause));
+        match self.state.status() {
+            Status::RUNNING if is_pausing && self.state == State::Running => Status::PAUSING,
+            status => status,
         }
     }
 }

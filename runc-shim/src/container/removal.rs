@@ -1,9 +1,8 @@
-//! Removal of a container, after a Delete or a failed Create. A removal after a failed Create is
-//! tried again until nothing is left: there may be no process or descriptor for a command of the
-//! runtime at first.
+//! Removal of a container, after a Delete or a failed Create. If a removal after a failed Create
+//! fails, because there is no process or descriptor for a command of the runtime, the next Delete
+//! tries again: containerd sends one after each failed Create.
 
 use std::os::fd::AsFd as _;
-use std::time::{Duration, Instant};
 
 use super::Container;
 use super::state::State;
@@ -14,19 +13,6 @@ use crate::root::helper::Action;
 use crate::runtime;
 use crate::services::Services;
 use crate::ttrpc::response::{self, Answer};
-
-/// Delays between attempts: the first and the longest.
-const FIRST_WAIT: Duration = Duration::from_millis(200);
-const LONGEST_WAIT: Duration = Duration::from_secs(60);
-
-/// The next attempt to remove the leftovers of a failed Create.
-#[derive(Debug, Clone, Copy)]
-pub struct Retry {
-    /// When it is made.
-    pub at: Instant,
-    /// How long the shim waits before it.
-    wait: Duration,
-}
 
 /// A part of a container, in the order of removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,8 +60,7 @@ impl Container {
         first: Option<Error>,
     ) -> Answer {
         let mut arguments = vec!["delete"];
-        let must_force = self.must_force || self.state == State::Failed;
-        arguments.extend(must_force.then_some("--force"));
+        arguments.extend((self.state == State::Failed).then_some("--force"));
         arguments.push(&caller.key.id);
         let step = Step::Remove(Part::Container, first.clone());
         let begun = self.run(services, caller, step, &arguments);
@@ -110,7 +95,6 @@ impl Container {
                 let e = done.err().unwrap_or_else(unchanged);
                 // A deletion that was killed would hang again. The next Delete is the next attempt.
                 let was_killed = e.code == Code::DEADLINE_EXCEEDED;
-                self.must_force |= was_killed;
                 if was_killed || first.is_some() || self.state == State::Failed {
                     return self.removal_failed(first, e);
                 }
@@ -133,9 +117,7 @@ impl Container {
             let message = first.map_or_else(|| e.message.clone(), |first| format!("{first}; {e}"));
             return Err(Error { message, ..e });
         }
-        let wait = self.retry.map_or(FIRST_WAIT, |retry| (retry.wait * 2).min(LONGEST_WAIT));
-        self.retry = Some(Retry { at: Instant::now() + wait, wait });
-        let e = e.context("failed to clean up after a failed creation; retrying");
+        let e = e.context("failed to clean up after a failed creation");
         self.log_failure(&e);
         Err(first.unwrap_or(e))
     }

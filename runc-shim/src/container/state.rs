@@ -12,6 +12,8 @@
 //! `Exiting` lasts until a start in progress is announced and the execs of the container have
 //! exited, so that the exit of the container is announced last.
 
+use containerd_shim_protos::types::task::Status;
+
 use crate::error::Error;
 use crate::exits::Exit;
 use crate::ttrpc::request::Method;
@@ -74,6 +76,16 @@ impl State {
         matches!(self, Self::Exiting(_) | Self::Stopped(_))
     }
 
+    /// The state in messages.
+    pub fn status(&self) -> Status {
+        match self {
+            Self::New | Self::Failed | Self::Restorable | Self::Created => Status::CREATED,
+            Self::Running | Self::Exiting(_) => Status::RUNNING,
+            Self::Paused => Status::PAUSED,
+            Self::Stopped(_) => Status::STOPPED,
+        }
+    }
+
     /// Checks that a call for the container is allowed in this state.
     ///
     /// # Errors
@@ -81,37 +93,21 @@ impl State {
     pub fn check(&self, method: &Method) -> Result<(), Error> {
         use Method as M;
         use State as S;
-        Err(Error::state(match (method, self) {
-            (M::Start, S::Created | S::Restorable)
-            | (M::Pause, S::Running)
-            | (M::Resume, S::Paused)
-            | (M::Checkpoint(_), S::Running | S::Paused)
-            | (M::Update(_), S::Restorable | S::Created | S::Running | S::Paused)
-            | (M::Exec(_), S::Created | S::Running)
-            | (M::Delete, S::Failed | S::Restorable | S::Created | S::Stopped(_)) => {
-                return Ok(());
-            }
-            (M::Start, S::Paused) => "cannot start a paused process",
-            (M::Start, S::Exiting(_) | S::Stopped(_)) => "cannot start a stopped process",
-            (M::Start, _) => "cannot start a running process",
-            (M::Pause, S::Created | S::Restorable) => "cannot pause task in created state",
-            (M::Pause, S::Paused) => "cannot pause a paused container",
-            (M::Pause, _) => "cannot pause a stopped container",
-            (M::Resume, S::Created | S::Restorable) => "cannot resume task in created state",
-            (M::Resume, S::Running) => "cannot resume a running process",
-            (M::Resume, _) => "cannot resume a stopped container",
-            (M::Checkpoint(_), S::Created | S::Restorable) => {
-                "cannot checkpoint a task in created state"
-            }
-            (M::Checkpoint(_), _) => "cannot checkpoint a stopped container",
-            (M::Update(_), _) => "cannot update a stopped container",
-            (M::Exec(_), S::Restorable) => "cannot exec in a created state",
-            (M::Exec(_), S::Paused) => "cannot exec in a paused state",
-            (M::Exec(_), _) => "cannot exec in a stopped state",
-            (M::Delete, S::Paused) => "cannot delete a paused process",
-            (M::Delete, _) => "cannot delete a running process",
-            _ => return Ok(()),
-        }))
+        let is_allowed = match method {
+            M::Start => matches!(self, S::Created | S::Restorable),
+            M::Pause => matches!(self, S::Running),
+            M::Resume => matches!(self, S::Paused),
+            M::Checkpoint(_) => matches!(self, S::Running | S::Paused),
+            M::Update(_) => matches!(self, S::Restorable | S::Created | S::Running | S::Paused),
+            M::Exec(_) => matches!(self, S::Created | S::Running),
+            M::Delete => matches!(self, S::Failed | S::Restorable | S::Created | S::Stopped(_)),
+            _ => true,
+        };
+        if is_allowed {
+            return Ok(());
+        }
+        let status = format!("{:?}", self.status()).to_lowercase();
+        Err(Error::state(format!("not possible: the container is {status}")))
     }
 }
 

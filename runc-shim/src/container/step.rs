@@ -117,8 +117,6 @@ pub struct Pending {
     pub caller: Caller,
     /// When the step ends at the latest, whatever the deadline of the call.
     pub limit: Option<Instant>,
-    /// A Delete has cancelled the creation of the container.
-    pub is_cancelled: bool,
     /// The command was killed at its deadline.
     pub was_killed: bool,
 }
@@ -156,11 +154,9 @@ impl Pending {
     pub fn kill(&mut self, pid: i32) {
         self.was_killed = true;
         let id = &self.caller.key.id;
-        let why = match self.is_cancelled {
-            true => "a Delete cancels the creation",
-            false => "runtime command timed out",
-        };
-        log::warn(format_args!("container {id}: {why}; killing process {pid} and its children"));
+        log::warn(format_args!(
+            "container {id}: runtime command timed out; killing process {pid} and its children"
+        ));
         match self.step {
             // CRIU has stopped the processes of the container, and must resume them itself. The
             // command is not reaped yet, so its pid cannot have been reused.

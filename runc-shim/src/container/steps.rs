@@ -89,7 +89,7 @@ impl Container {
         step: Step,
         command: Command,
     ) -> Answer {
-        services.children().add(command.pid, Child::Command(caller.key.clone()));
+        services.children.add(command.pid, Child::Command(caller.key.clone()));
         self.wait_for(Wait::Command(command), caller, step)
     }
 
@@ -102,16 +102,15 @@ impl Container {
         logger: Logger,
     ) -> Answer {
         let source = Source::Child(response::unsigned(logger.pid));
-        services.children().add(logger.pid, Child::Logger(caller.key.clone(), None));
+        services.children.add(logger.pid, Child::Logger(caller.key.clone()));
         services.watch(&logger.ready, source)?;
         self.wait_for(Wait::Logger(logger), caller, step)
     }
 
     fn wait_for(&mut self, wait: Wait, caller: &Caller, step: Step) -> Answer {
         let limit = step.own_limit().map(|time| Instant::now() + time);
-        let (is_cancelled, was_killed) = (false, false);
         let caller = caller.clone();
-        self.pending.push(Pending { wait, step, caller, limit, is_cancelled, was_killed });
+        self.pending.push(Pending { wait, step, caller, limit, was_killed: false });
         Ok(None)
     }
 
@@ -128,14 +127,14 @@ impl Container {
     /// Handles the exit of a command or helper: continues with the next step.
     pub fn command_ended(&mut self, services: &mut Services, pid: i32, exit: Exit) {
         let Some(pending) = self.take_pending(pid) else { return };
-        let Pending { wait, step, caller, limit, is_cancelled, was_killed } = pending;
+        let Pending { wait, step, caller, limit, was_killed } = pending;
         let Wait::Command(command) = wait else { return };
         let mut done = match exit.status {
             0 => Ok(()),
             status => {
                 let what = step.failure(&caller.key, self.state);
                 let e = command.failure(what, status, Some(&self.bundle));
-                Err(if was_killed { killed(&e, is_cancelled) } else { e })
+                Err(if was_killed { killed(&e) } else { e })
             }
         };
         if let Step::Launch(_) = &step
@@ -213,12 +212,12 @@ impl Container {
         let Some(Pending { step, caller, .. }) = self.take_pending(pid) else { return };
         let Step::Launch(step) = step else { return };
         // A logging program that has exited was reaped: its pid may have been reused.
-        let is_logger = matches!(services.children().find(pid), Some(Child::Logger(..)));
+        let is_logger = matches!(services.children.find(pid), Some(Child::Logger(..)));
         if ready.is_err() && is_logger {
-            services.children().end_logger(pid);
+            services.children.end_logger(pid);
         }
         if let Ok(process) = self.process(&caller.key) {
-            process.set_logger(is_logger.then_some(pid));
+            process.logger = is_logger.then_some(pid);
         }
         let answer = self.launch_next(services, &caller, step, ready);
         self.end_call(services, &caller, answer);
@@ -241,19 +240,11 @@ impl Container {
     }
 
     /// Cancels the creation for a Delete, which is queued: containerd deletes a container whose
-    /// Create it has given up, and would not know of one that is created after that. Kills the
-    /// command that runs, and starts no other.
-    pub(super) fn cancel_creation(&mut self, services: &mut Services) {
-        let mut loggers = Vec::new();
+    /// Create it has given up, and would not know of one that is created after that. The time of the
+    /// step is over, and no other begins.
+    pub(super) fn cancel_creation(&mut self) {
         for pending in self.pending.iter_mut().filter(|pending| pending.caller.key == self.key) {
-            (pending.limit, pending.is_cancelled) = (Some(Instant::now()), true);
-            if let Wait::Logger(logger) = &pending.wait {
-                loggers.push(logger.pid);
-            }
-        }
-        for pid in loggers {
-            let e = Error::state("the container is being deleted");
-            self.logger_done(services, pid, Err(e));
+            pending.limit = Some(Instant::now());
         }
     }
 
@@ -295,7 +286,6 @@ fn check_limit(limit: Option<Instant>) -> Result<(), Error> {
 }
 
 /// The error of a command that was killed at its deadline, or because its container is deleted.
-fn killed(e: &Error, is_cancelled: bool) -> Error {
-    let why = if is_cancelled { "a Delete cancels the creation" } else { "the command timed out" };
-    Error::new(Code::DEADLINE_EXCEEDED, format!("{e}; killed: {why}"))
+fn killed(e: &Error) -> Error {
+    Error::new(Code::DEADLINE_EXCEEDED, format!("{e}; killed: the command timed out"))
 }

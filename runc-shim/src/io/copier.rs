@@ -17,15 +17,10 @@ use rustix::event::epoll::EventFlags;
 use rustix::termios::Winsize;
 
 use super::stream::{Stream, Streams};
-use crate::error::{Code, Error};
 use crate::reactor::{Reactor, Source};
 
 /// Stack size of the thread, bytes. Its calls are not deep.
 const STACK: usize = 128 << 10;
-
-/// Maximum number of queued commands. Beyond it no terminal is resized, because the thread sleeps
-/// in the kernel.
-const MAX_QUEUED: usize = 4096;
 
 /// A command for the thread.
 #[derive(Debug)]
@@ -149,19 +144,12 @@ impl Copier {
 
     /// Changes the size of a terminal. The thread does it, because a process can hold the lock of a
     /// terminal, too (`tiocgwinsz`).
-    ///
-    /// # Errors
-    /// [`MAX_QUEUED`] commands are queued, because the thread sleeps in the kernel.
-    pub fn resize(&self, terminal: OwnedFd, size: Winsize) -> Result<(), Error> {
-        if self.shared.state().commands.len() >= MAX_QUEUED {
-            let reason = format!(
-                "a process holds the kernel's lock of its terminal: {MAX_QUEUED} commands wait \
-                 for it"
-            );
-            return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));
-        }
+    pub fn resize(&self, terminal: OwnedFd, size: Winsize) {
+        // A size that the thread has not set yet is outdated.
+        let mut state = self.shared.state();
+        state.commands.retain(|it| !matches!(it, CopierCommand::Resize(..)));
+        drop(state);
         self.send(CopierCommand::Resize(terminal, size));
-        Ok(())
     }
 
     /// Has the thread close descriptors that the process shares.
@@ -258,17 +246,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_terminal_is_resized_while_too_many_commands_are_queued() {
+    fn only_the_last_size_of_a_terminal_is_kept() {
         // There is no thread that executes the commands.
         let shared = Arc::new(Shared::new(Arc::new(eventfd().unwrap())).unwrap());
         let copier = Copier { shared, outputs: 0 };
-        let size = Winsize { ws_row: 1, ws_col: 1, ws_xpixel: 0, ws_ypixel: 0 };
-        // The descriptor may be any, because nothing uses it.
-        copier.resize(eventfd().unwrap(), size).unwrap();
-        for _ in 1..MAX_QUEUED {
-            copier.end();
+        for row in 1..5 {
+            let size = Winsize { ws_row: row, ws_col: 1, ws_xpixel: 0, ws_ypixel: 0 };
+            // The descriptor may be any, because nothing uses it.
+            copier.resize(eventfd().unwrap(), size);
         }
-        let refused = copier.resize(eventfd().unwrap(), size).unwrap_err();
-        assert_eq!(refused.code, Code::RESOURCE_EXHAUSTED);
+        let commands = &copier.shared.state().commands;
+        assert!(matches!(commands[..], [CopierCommand::Resize(_, size)] if size.ws_row == 4));
     }
 }

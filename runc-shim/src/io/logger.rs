@@ -16,9 +16,6 @@ use crate::sys;
 /// How long a logging program may take to be ready.
 pub const READY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a logging program may take to exit after SIGTERM.
-pub const EXIT_TIMEOUT: Duration = Duration::from_secs(12);
-
 /// The logging program that a URI names.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Program {

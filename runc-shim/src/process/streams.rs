@@ -19,17 +19,17 @@ const DRAIN: Duration = Duration::from_secs(10);
 #[derive(Debug, Default)]
 pub struct ProcessStreams {
     /// The streams that containerd named.
-    stdio: Stdio,
+    pub stdio: Stdio,
     /// Keeps standard input open until CloseIO.
     stdin: Option<OwnedFd>,
     /// CloseIO was called, possibly before standard input was opened.
     stdin_closed: bool,
     /// The terminal's master.
-    console: Option<OwnedFd>,
-    /// The pid of the logging program that receives the output.
-    logger: Option<i32>,
+    pub console: Option<OwnedFd>,
+    /// The pid of the logging program that receives the output, if it runs.
+    pub logger: Option<i32>,
     /// The calls of Wait.
-    waiters: Waiters,
+    pub waiters: Waiters,
     /// The Delete that waits for the last output, and its deadline.
     drain: Option<(Reply, Instant)>,
 }
@@ -38,16 +38,6 @@ impl ProcessStreams {
     /// The streams of a process that does not exist yet.
     pub fn new(stdio: Stdio) -> Self {
         Self { stdio, ..Self::default() }
-    }
-
-    /// The streams that containerd named.
-    pub fn stdio(&self) -> &Stdio {
-        &self.stdio
-    }
-
-    /// The calls of Wait.
-    pub fn waiters(&mut self) -> &mut Waiters {
-        &mut self.waiters
     }
 
     /// Begins to copy the streams of a process that was created.
@@ -81,19 +71,9 @@ impl ProcessStreams {
         copiers.close(key, former.into_iter().collect());
     }
 
-    /// The terminal.
-    pub fn console(&self) -> Option<&OwnedFd> {
-        self.console.as_ref()
-    }
-
     /// Closes standard input.
     pub fn close_stdin(&mut self) {
         (self.stdin, self.stdin_closed) = (None, true);
-    }
-
-    /// Notes the logging program that runs, if there is one.
-    pub fn set_logger(&mut self, pid: Option<i32>) {
-        self.logger = pid;
     }
 
     /// Forgets this logging program, because its pid can be reused once it is reaped. False: it is
@@ -151,23 +131,22 @@ impl ProcessStreams {
         self.drain.take_if(|(_, at)| *at <= now).map(|(reply, _)| reply)
     }
 
-    /// When a Delete has waited for too long, or a call of Wait is late.
+    /// When a Delete has waited for too long.
     pub fn deadline(&self) -> Option<Instant> {
-        let drain = self.drain.map(|(_, at)| at);
-        [drain, self.waiters.deadline()].into_iter().flatten().min()
+        self.drain.map(|(_, at)| at)
     }
 
     /// Closes the streams and the terminal of a deleted process, fails the calls that wait for it,
     /// and ends its logging program.
     pub fn close(mut self, services: &mut Services, key: &ProcessKey) {
-        services.copiers().close(key, self.console.into_iter().collect());
-        services.copiers().end(key);
+        services.copiers.close(key, self.console.into_iter().collect());
+        services.copiers.end(key);
         self.waiters.fail(services);
         if let Some((reply, _)) = self.drain {
             services.respond(reply, Err(Error::not_found("process was deleted")));
         }
         if let Some(pid) = self.logger {
-            services.children().end_logger(pid);
+            services.children.end_logger(pid);
         }
     }
 }

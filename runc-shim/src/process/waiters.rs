@@ -16,12 +16,13 @@ const MAX_WAITERS: usize = 1024;
 pub struct Waiters(Vec<Reply>);
 
 impl Waiters {
-    /// Adds a caller, and removes those whose connections were closed.
+    /// Adds a caller, and removes those who do not wait any more.
     ///
     /// # Errors
     /// [`MAX_WAITERS`] callers wait.
     pub fn add(&mut self, services: &mut Services, reply: Reply) -> Answer {
-        self.0.retain(|waiter| services.server.is_connected(*waiter));
+        let now = Instant::now();
+        self.0.retain(|it| services.server.is_connected(*it) && !it.is_late(now));
         // Refuses the new call, not an older one: CRI's Wait is the first, and CRI takes its error
         // for the exit of the container and kills the container (`handleContainerExit`).
         if self.0.len() >= MAX_WAITERS {
@@ -43,15 +44,5 @@ impl Waiters {
         for waiter in std::mem::take(&mut self.0) {
             services.respond(waiter, Err(Error::not_found("process was deleted")));
         }
-    }
-
-    /// The next deadline of a caller.
-    pub fn deadline(&self) -> Option<Instant> {
-        self.0.iter().filter_map(Reply::deadline).min()
-    }
-
-    /// Removes and returns the callers whose deadline has passed.
-    pub fn take_late(&mut self, now: Instant) -> Vec<Reply> {
-        self.0.extract_if(.., |waiter| waiter.is_late(now)).collect()
     }
 }

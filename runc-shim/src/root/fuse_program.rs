@@ -75,7 +75,8 @@ impl<'a> FuseProgram<'a> {
         // The shim kills it at the deadline.
         let exited = waitpid(Pid::from_raw(pid), WaitOptions::empty());
         let exited = exited.context(format_args!("wait for {program}"))?.map(|(_, status)| status);
-        let status = exited.and_then(|it| it.exit_status().or(it.terminating_signal().map(|it| 128 + it)));
+        let status =
+            exited.and_then(|it| it.exit_status().or(it.terminating_signal().map(|it| 128 + it)));
         let status = status.unwrap_or(UNKNOWN);
         if status == 0 {
             return Ok(());

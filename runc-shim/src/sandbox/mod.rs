@@ -13,7 +13,6 @@
 mod calls;
 
 use std::os::fd::OwnedFd;
-use std::time::Instant;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::types::task::{ProcessInfo, Status};
@@ -25,7 +24,6 @@ use crate::error::{Code, Context as _, Error};
 use crate::exits::{Exit, has_ended, start_time};
 use crate::process::Waiters;
 use crate::reactor::{Reactor, Source};
-use crate::services::Services;
 use crate::ttrpc::pause_process::PauseProcess;
 use crate::ttrpc::response::{self, Answer};
 
@@ -91,18 +89,6 @@ impl Sandbox {
     /// The pid of the task, if containerd has one with this id.
     pub fn task_pid(&self, id: &str) -> Option<u32> {
         (self.pause.id == id && self.stage != Stage::Known).then(|| self.pid())
-    }
-
-    /// The next deadline of a call that waits for the exit.
-    pub fn deadline(&self) -> Option<Instant> {
-        self.waiters.deadline()
-    }
-
-    /// Answers the calls whose deadline has passed.
-    pub fn end_late_calls(&mut self, services: &mut Services, now: Instant) {
-        for reply in self.waiters.take_late(now) {
-            services.respond(reply, Err(Error::deadline_passed()));
-        }
     }
 
     /// The pid in messages.

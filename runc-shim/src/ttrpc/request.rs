@@ -1,15 +1,11 @@
 //! Requests of the Task service and of the daemon's own service.
 
-use std::collections::VecDeque;
-use std::time::Instant;
-
 use containerd_shim_protos::api;
 use protobuf::Message;
 
 use crate::error::{Code, Error};
 use crate::process_key::ProcessKey;
 use crate::ttrpc::pause_process::{self, PauseProcess};
-use crate::ttrpc::server::Reply;
 
 /// The names of the Task service in containerd 2 and 1, with the same messages.
 const SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
@@ -104,10 +100,4 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
         _ => return Err(Error::new(Code::UNIMPLEMENTED, format!("method {method}"))),
     };
     Ok(Request { key: ProcessKey { id, exec }, method })
-}
-
-/// Moves the calls of a queue whose deadline has passed to `late`.
-pub fn take_late(queue: &mut VecDeque<(Reply, Request)>, now: Instant, late: &mut Vec<Reply>) {
-    late.extend(queue.iter().map(|(reply, _)| *reply).filter(|reply| reply.is_late(now)));
-    queue.retain(|(reply, _)| !reply.is_late(now));
 }
