@@ -80,7 +80,7 @@ impl Services {
 
     /// Sends an event of a process to containerd.
     pub fn send_of(&mut self, kind: Kind, event: &impl Message, key: &ProcessKey) {
-        let about = if key.exec.is_empty() { About::Other } else { About::Exec(key.clone()) };
+        let about = if key.exec.is_empty() { About::Other } else { About::Exec };
         self.send_about(kind, event, about);
     }
 

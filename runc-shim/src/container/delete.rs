@@ -49,7 +49,6 @@ impl Container {
         process.close(services, &self.key);
         for (exec_id, exec) in std::mem::take(&mut self.execs) {
             let key = ProcessKey::new(&id, &exec_id);
-            services.events.exec_deleted(&key);
             exec.process.close(services, &key);
         }
         for (reply, _) in std::mem::take(&mut self.queue) {
@@ -82,7 +81,6 @@ impl Container {
         // An exec that was not started has no pid file.
         let _ = std::fs::remove_file(file);
         let state = exec.state;
-        services.events.exec_deleted(key);
         exec.process.close(services, key);
         response::now(&response::deleted(response::unsigned(state.pid()), state.exit()))
     }

@@ -35,9 +35,9 @@ const LONGEST_WAIT: Duration = Duration::from_secs(2);
 const MAX_MALFORMED_REFUSALS: u32 = 5;
 const MAX_OTHER_REFUSALS: u32 = 150;
 
-/// How many events may be queued before those of deleted execs are dropped. Only calls cause them,
-/// so that a restart of containerd queues fewer; but calls may be served while containerd cannot be
-/// reached for events, and a probe is an exec.
+/// How many events may be queued before those of execs are dropped. Only calls cause them, so that a
+/// restart of containerd queues fewer; but calls may be served while containerd cannot be reached
+/// for events, and a probe is an exec.
 const MAX_QUEUED: usize = 4096;
 
 /// An event's topic and the name of its message.
@@ -108,7 +108,7 @@ pub enum About {
     /// The container of a TaskOOM event; all TaskOOM events of one container are equal.
     OomOf(String),
     /// An exec.
-    Exec(ProcessKey),
+    Exec,
 }
 
 /// A connection to containerd.
@@ -132,7 +132,7 @@ pub struct Events {
     wait: Duration,
     /// Time of the next attempt after a failure.
     retry_at: Option<Instant>,
-    /// Events of deleted execs were dropped since the queue was empty.
+    /// Events of execs were dropped since the queue was empty.
     has_dropped: bool,
 }
 
@@ -143,28 +143,9 @@ impl Events {
         Self { address, namespace, queue, connection, wait: FIRST_WAIT, retry_at, has_dropped }
     }
 
-    /// Drops the events of a deleted exec, if more than [`MAX_QUEUED`] are queued; not the first of
-    /// all, which may have been sent.
-    pub fn exec_deleted(&mut self, exec: &ProcessKey) {
-        let before = self.queue.len();
-        if before <= MAX_QUEUED {
-            return;
-        }
-        let mut is_first = true;
-        self.queue.retain(|queued| {
-            std::mem::take(&mut is_first)
-                || !matches!(&queued.about, About::Exec(about) if about == exec)
-        });
-        if self.queue.len() < before && !std::mem::replace(&mut self.has_dropped, true) {
-            log::warn(format_args!(
-                "containerd takes no events; more than {MAX_QUEUED} are queued: dropping those of \
-                 deleted execs"
-            ));
-        }
-    }
-
-    /// Queues an event, unless it is a TaskOOM and one of the same container is queued behind the
-    /// first event, which may have been sent. A container can cause any number of these events.
+    /// Queues an event, unless it is of an exec and [`MAX_QUEUED`] are queued, or it is a TaskOOM and
+    /// one of the same container is queued behind the first event, which may have been sent. A
+    /// container can cause any number of these events.
     pub fn send(
         &mut self,
         (topic, name): Kind,
@@ -174,6 +155,14 @@ impl Events {
     ) {
         let is_repeated = || self.queue.iter().skip(1).any(|queued| queued.about == about);
         if self.address.is_none() || matches!(about, About::OomOf(_)) && is_repeated() {
+            return;
+        }
+        if about == About::Exec && self.queue.len() >= MAX_QUEUED {
+            if !std::mem::replace(&mut self.has_dropped, true) {
+                log::warn(format_args!(
+                    "containerd takes no events; {MAX_QUEUED} are queued: dropping those of execs"
+                ));
+            }
             return;
         }
         let mut any = Any::new();

@@ -29,7 +29,7 @@ fn a_signal_ends_the_shim_and_not_its_containers() {
         pod.run("b", "exit 3", &Container::default());
         assert_eq!(pod.wait("b", "").unwrap(), 3);
         pod::signal(&pod.shim, signal);
-        pod.start_containerd(false);
+        pod.start_containerd();
         pod.has_ended();
         assert_eq!(pod.events_of(&["b"], 3), ["create b", "start b", "exit b 3"]);
         assert!(exists(format!("/proc/{pid}")));
@@ -59,7 +59,7 @@ fn a_caller_that_connects_during_the_shutdown_waits_for_the_next_shim() {
     new.write_all(&frame(1, "Create", &CreateTaskRequest::new())).unwrap();
     known.write_all(&frame(5, "Connect", &ConnectRequest::new())).unwrap();
     assert_eq!(answer(&mut known).0, 5);
-    pod.start_containerd(false);
+    pod.start_containerd();
     pod.has_ended();
     // It would wait for a caller that the shim has accepted.
     listener.set_nonblocking(true).unwrap();

@@ -125,7 +125,7 @@ fn a_log_that_no_one_reads_stops_nothing() {
     // It logs that containerd cannot be reached.
     pod.run("a", "exit 3", &Container::default());
     assert_eq!(pod.wait("a", "").unwrap(), 3);
-    pod.start_containerd(false);
+    pod.start_containerd();
     pod.delete("a", "").unwrap();
     pod.events_of(&["a"], 4);
     pod.shut_down();

@@ -168,13 +168,13 @@ impl Pod {
         let name = format!("{}-{number}", std::process::id());
         let (taken, containerd) = Default::default();
         let mut pod = Self { dir, shim, client, name, taken, containerd };
-        pod.start_containerd(false);
+        pod.start_containerd();
         pod
     }
 
-    /// Begins to take events; with `dies`, to hang up on each connection before it answers.
-    pub fn start_containerd(&mut self, dies: bool) {
-        self.start_containerd_that(if dies { Answers::Dies } else { Answers::Takes });
+    /// Begins to take events.
+    pub fn start_containerd(&mut self) {
+        self.start_containerd_that(Answers::Takes);
     }
 
     /// Begins to take events, or not.
