@@ -173,8 +173,8 @@ impl Cgroup {
             .find_map(|controller| self.controller(controller));
         let mut pids = Vec::new();
         if let Some(path) = path {
-            tree::visit(path, &mut |dir| {
-                pids.extend(processes(dir)?);
+            tree::visit(path, &mut |found| {
+                pids.extend(processes(found.dir)?);
                 Ok(())
             })
             .context(format_args!("read cgroup {}", path.display()))?;
@@ -214,15 +214,15 @@ fn is_cgroup(path: &Path) -> bool {
 /// pidfd, and only if its pid is still in the cgroup after the pidfd was opened, so that a reused
 /// pid is not killed.
 fn kill_below(cgroup: &Path) -> io::Result<()> {
-    tree::visit(cgroup, &mut |dir| {
-        let held: Vec<(i32, OwnedFd)> = processes(dir)?
+    tree::visit(cgroup, &mut |found| {
+        let held: Vec<(i32, OwnedFd)> = processes(found.dir)?
             .into_iter()
             .filter_map(|pid| {
                 let pidfd = rustix::process::pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty());
                 pidfd.ok().map(|fd| (pid, fd))
             })
             .collect();
-        let there = if held.is_empty() { Vec::new() } else { processes(dir)? };
+        let there = if held.is_empty() { Vec::new() } else { processes(found.dir)? };
         for (_, fd) in held.iter().filter(|(pid, _)| there.contains(pid)) {
             // Fails if the process has exited by itself.
             let _ = rustix::process::pidfd_send_signal(fd, Signal::KILL);

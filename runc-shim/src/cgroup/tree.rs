@@ -1,8 +1,8 @@
 //! Traversal and removal of a cgroup and all below it, at any depth: a container with a delegated
 //! cgroup may nest cgroups deeper than the length of a path allows. Each cgroup is opened from its
-//! parent's descriptor; a level of depth takes 8 bytes and no further descriptor.
+//! parent's descriptor; a level of depth takes its name and no further descriptor.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -17,31 +17,45 @@ const ENTRIES: usize = 1024;
 const DIRECTORY: OFlags =
     OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Calls `each` with the cgroup and then with all below it. Skips cgroups that do not exist or are
-/// removed meanwhile.
+/// A cgroup that [`visit`] has found.
+pub struct Visited<'a> {
+    /// The cgroup.
+    pub dir: BorrowedFd<'a>,
+    /// Its parent and its name; `None`: it is the root.
+    place: Option<(BorrowedFd<'a>, &'a CStr)>,
+}
+
+/// Calls `each` with all cgroups below a cgroup, each after those below it, and then with that
+/// cgroup. Skips cgroups that do not exist or are removed meanwhile.
 ///
 /// # Errors
 /// The first error of `each` or of the system.
 pub fn visit(
     root: &Path,
-    each: &mut dyn FnMut(BorrowedFd<'_>) -> io::Result<()>,
+    each: &mut dyn FnMut(&Visited<'_>) -> io::Result<()>,
 ) -> io::Result<()> {
-    let Some(root) = present(rustix::fs::openat(CWD, root, DIRECTORY, Mode::empty()))? else {
-        return Ok(());
-    };
-    each(root.as_fd())?;
-    let mut at = Position::new(root);
+    let opened = rustix::fs::openat(CWD, root, DIRECTORY, Mode::empty());
+    let Some(mut dir) = present(opened)? else { return Ok(()) };
+    // Where the listing of the directory continues.
+    let mut next = 0;
+    // The names of its ancestors and its own, each with where the listing of the parent continues.
+    let mut above: Vec<(CString, u64)> = Vec::new();
     loop {
-        while let Some(name) = at.next()? {
-            let opened = rustix::fs::openat(&at.dir, &*name, DIRECTORY, Mode::empty());
+        if let Some((name, after)) = next_directory(&dir, next)? {
+            next = after;
+            let opened = rustix::fs::openat(&dir, &*name, DIRECTORY, Mode::empty());
             if let Some(below) = present(opened)? {
-                each(below.as_fd())?;
-                at.descend(below);
+                above.push((name, next));
+                (dir, next) = (below, 0);
             }
+            continue;
         }
-        if !at.ascend()? {
-            return Ok(());
-        }
+        let Some((name, after)) = above.pop() else {
+            return each(&Visited { dir: dir.as_fd(), place: None });
+        };
+        let parent = rustix::fs::openat(&dir, c"..", DIRECTORY, Mode::empty())?;
+        each(&Visited { dir: dir.as_fd(), place: Some((parent.as_fd(), &name)) })?;
+        (dir, next) = (parent, after);
     }
 }
 
@@ -50,34 +64,14 @@ pub fn visit(
 /// # Errors
 /// `EBUSY`: some are left. Any other error of the system.
 pub fn remove(root: &Path) -> io::Result<()> {
-    let Some(opened) = present(rustix::fs::openat(CWD, root, DIRECTORY, Mode::empty()))? else {
-        return Ok(());
-    };
-    let mut at = Position::new(opened);
-    // The next entry was entered already: its removal is tried again, and it is not entered again.
-    let mut entered = false;
-    loop {
-        while let Some(name) = at.next()? {
-            let known = std::mem::take(&mut entered);
-            match rustix::fs::unlinkat(&at.dir, &*name, AtFlags::REMOVEDIR) {
-                Ok(()) | Err(Errno::NOENT) => {}
-                Err(Errno::BUSY | Errno::NOTEMPTY) if known => {}
-                Err(Errno::BUSY | Errno::NOTEMPTY) => {
-                    let opened = rustix::fs::openat(&at.dir, &*name, DIRECTORY, Mode::empty());
-                    if let Some(below) = present(opened)? {
-                        // Before this entry, so that it is found again.
-                        at.seek_to_last();
-                        at.descend(below);
-                    }
-                }
-                Err(e) => return Err(e.into()),
-            }
-        }
-        if !at.ascend()? {
-            break;
-        }
-        entered = true;
-    }
+    visit(root, &mut |found| match found.place {
+        Some((parent, name)) => match rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) {
+            // The root is busy, too, then.
+            Ok(()) | Err(Errno::NOENT | Errno::BUSY | Errno::NOTEMPTY) => Ok(()),
+            Err(e) => Err(e.into()),
+        },
+        None => Ok(()),
+    })?;
     match rustix::fs::rmdir(root) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
         Err(e) => Err(e.into()),
@@ -93,59 +87,23 @@ fn present(opened: rustix::io::Result<OwnedFd>) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// A position in the tree: a directory, and where its listing and those of its ancestors continue.
-struct Position {
-    dir: OwnedFd,
-    /// Where the listing continues, and where the last entry was found.
-    next: u64,
-    last: u64,
-    /// Where the listings of the ancestors continue, from the root on.
-    above: Vec<u64>,
-}
-
-impl Position {
-    fn new(dir: OwnedFd) -> Self {
-        Self { dir, next: 0, last: 0, above: Vec::new() }
-    }
-
-    /// The next directory in this one.
-    fn next(&mut self) -> io::Result<Option<CString>> {
-        rustix::fs::seek(&self.dir, SeekFrom::Start(self.next))?;
-        let mut buffer = [MaybeUninit::uninit(); ENTRIES];
-        let mut entries = RawDir::new(&self.dir, &mut buffer);
-        while let Some(entry) = entries.next() {
-            let entry = match entry {
-                Err(Errno::NOENT) => return Ok(None),
-                other => other?,
-            };
-            (self.last, self.next) = (self.next, entry.next_entry_cookie());
-            let name = entry.file_name();
-            let is_own = name == c"." || name == c"..";
-            if entry.file_type() == FileType::Directory && !is_own {
-                return Ok(Some(name.to_owned()));
-            }
+/// The next directory in this one, and where the listing continues.
+fn next_directory(dir: &OwnedFd, from: u64) -> io::Result<Option<(CString, u64)>> {
+    rustix::fs::seek(dir, SeekFrom::Start(from))?;
+    let mut buffer = [MaybeUninit::uninit(); ENTRIES];
+    let mut entries = RawDir::new(dir, &mut buffer);
+    while let Some(entry) = entries.next() {
+        let entry = match entry {
+            Err(Errno::NOENT) => return Ok(None),
+            other => other?,
+        };
+        let name = entry.file_name();
+        let is_own = name == c"." || name == c"..";
+        if entry.file_type() == FileType::Directory && !is_own {
+            return Ok(Some((name.to_owned(), entry.next_entry_cookie())));
         }
-        Ok(None)
     }
-
-    /// Has [`Position::next`] find the last entry again.
-    fn seek_to_last(&mut self) {
-        self.next = self.last;
-    }
-
-    fn descend(&mut self, below: OwnedFd) {
-        self.above.push(self.next);
-        self.dir = below;
-        (self.next, self.last) = (0, 0);
-    }
-
-    /// Returns to the parent; whether this was not the root.
-    fn ascend(&mut self) -> io::Result<bool> {
-        let Some(next) = self.above.pop() else { return Ok(false) };
-        self.dir = rustix::fs::openat(&self.dir, c"..", DIRECTORY, Mode::empty())?;
-        (self.next, self.last) = (next, next);
-        Ok(true)
-    }
+    Ok(None)
 }
 
 #[cfg(test)]
