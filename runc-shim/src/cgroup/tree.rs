@@ -30,10 +30,7 @@ pub struct Visited<'a> {
 ///
 /// # Errors
 /// The first error of `each` or of the system.
-pub fn visit(
-    root: &Path,
-    each: &mut dyn FnMut(&Visited<'_>) -> io::Result<()>,
-) -> io::Result<()> {
+pub fn visit(root: &Path, each: &mut dyn FnMut(&Visited<'_>) -> io::Result<()>) -> io::Result<()> {
     let opened = rustix::fs::openat(CWD, root, DIRECTORY, Mode::empty());
     let Some(mut dir) = present(opened)? else { return Ok(()) };
     // Where the listing of the directory continues.

@@ -8,7 +8,7 @@ use containerd_shim_protos::events::task as task_events;
 use super::Container;
 use super::config::Config;
 use crate::error::{Code, Error};
-use crate::io::Stdio;
+use crate::io::{Owner, Stdio};
 use crate::process::ProcessStreams;
 use crate::process_key::{self, ProcessKey};
 use crate::runtime::options::{self, BundleOptions};
@@ -39,7 +39,7 @@ impl Container {
         Ok(Self {
             key: ProcessKey::new(&request.id, ""),
             runtime,
-            owner: (options.io_uid, options.io_gid),
+            owner: Owner { uid: options.io_uid, gid: options.io_gid },
             process: ProcessStreams::new(stdio),
             config: Config::read(&bundle),
             no_pivot_root: options.no_pivot_root,

@@ -14,7 +14,7 @@ use crate::error::{Context as _, Error};
 use crate::exec;
 use crate::exits::{Exit, UNKNOWN};
 use crate::io::console::ConsoleSocket;
-use crate::io::{self, Owner, Prepared};
+use crate::io::{self, Prepared};
 use crate::process_key::ProcessKey;
 use crate::root::helper::{self, Action};
 use crate::root::{mounts, overlay};
@@ -32,18 +32,9 @@ pub enum Launch {
     Mounting,
     /// The logging program becomes ready. The process gets these streams.
     StartingLogger(Prepared),
-    /// The runtime creates the process. It sends the terminal through the socket; without a
-    /// terminal these streams are copied afterwards.
+    /// The runtime creates the process, and sends the terminal, if it gets one, through the socket.
+    /// These streams are copied afterwards.
     Creating(Option<ConsoleSocket>, Prepared),
-    /// The process exists, and the logging program of its terminal becomes ready.
-    StartingTerminalLogger(Prepared),
-}
-
-impl Launch {
-    /// Whether the step waits for a logging program.
-    pub fn awaits_logger(&self) -> bool {
-        matches!(self, Self::StartingLogger(_) | Self::StartingTerminalLogger(_))
-    }
 }
 
 impl Container {
@@ -91,17 +82,11 @@ impl Container {
         ended: Launch,
         done: Result<(), Error>,
     ) -> Answer {
-        let was_made = match &ended {
-            Launch::Mounting | Launch::StartingLogger(_) => false,
-            Launch::Creating(..) => done.is_ok(),
-            Launch::StartingTerminalLogger(_) => true,
-        };
+        let was_made = matches!(ended, Launch::Creating(..)) && done.is_ok();
         let continued = match (done, ended) {
             (Ok(()), ended) => self.launch_after(services, caller, ended),
             (Err(e), Launch::Mounting) => Err(e),
-            (Err(e), Launch::StartingLogger(streams))
-            | (Err(e), Launch::Creating(_, streams))
-            | (Err(e), Launch::StartingTerminalLogger(streams)) => {
+            (Err(e), Launch::StartingLogger(streams)) | (Err(e), Launch::Creating(_, streams)) => {
                 // A process that the runtime has left may hold the locks of these streams.
                 services.copiers.close(&caller.key, streams.into_ends().collect());
                 Err(e)
@@ -115,10 +100,10 @@ impl Container {
         match ended {
             Launch::Mounting => self.prepare(services, caller),
             Launch::StartingLogger(streams) => self.create_process(services, caller, streams),
-            Launch::Creating(Some(console), _) => self.take_terminal(services, caller, &console),
-            Launch::Creating(None, streams) | Launch::StartingTerminalLogger(streams) => {
-                self.attach(services, caller, streams)
+            Launch::Creating(Some(console), streams) => {
+                self.take_terminal(services, caller, &console, streams)
             }
+            Launch::Creating(None, streams) => self.attach(services, caller, streams),
         }
     }
 
@@ -140,9 +125,8 @@ impl Container {
         Ok(begun)
     }
 
-    /// Prepares the streams of the process. A process with a terminal has none yet: they are
-    /// prepared when the runtime has sent the terminal. The runtime does nothing for a container to
-    /// restore before its start.
+    /// Prepares the streams of the process, and waits until the logging program is ready, if there is
+    /// one. The runtime does nothing for a container to restore before its start.
     fn prepare(&mut self, services: &mut Services, caller: &Caller) -> Answer {
         if caller.key == self.key {
             check_deadline(caller.reply)?;
@@ -150,31 +134,18 @@ impl Container {
         if self.state == State::New && !self.restore.is_empty() {
             return self.created(services, 0);
         }
-        let owner = Owner { uid: self.owner.0, gid: self.owner.1 };
         let stdio = self.process(&caller.key)?.stdio.clone();
         if !stdio.is_none() {
             services.copiers.start(&caller.key)?;
         }
-        let prepared = match stdio.terminal {
-            true => Prepared::default(),
-            false => io::prepare(&stdio, owner, caller.key.process(), &services.namespace)
-                .context("failed to create init process I/O")?,
-        };
-        self.await_logger(services, caller, prepared, Launch::StartingLogger)
-    }
-
-    /// Waits until the logging program is ready, if there is one.
-    fn await_logger(
-        &mut self,
-        services: &mut Services,
-        caller: &Caller,
-        mut prepared: Prepared,
-        step: fn(Prepared) -> Launch,
-    ) -> Answer {
+        let mut prepared =
+            io::prepare(&stdio, self.owner, caller.key.process(), &services.namespace)
+                .context("failed to create init process I/O")?;
         let Some(logger) = prepared.logger.take() else {
-            return self.launch_after(services, caller, step(prepared));
+            return self.create_process(services, caller, prepared);
         };
-        self.begin_logger(services, caller, Step::Launch(step(prepared)), logger)
+        let step = Step::Launch(Launch::StartingLogger(prepared));
+        self.begin_logger(services, caller, step, logger)
     }
 
     /// Has the runtime create the process.
@@ -242,17 +213,15 @@ impl Container {
         services: &mut Services,
         caller: &Caller,
         console: &ConsoleSocket,
+        mut streams: Prepared,
     ) -> Answer {
         let master = console.receive()?;
-        let terminal = master.try_clone();
+        let connected = streams.connect(&master);
+        // Also if that has failed, the copier thread closes the terminal.
         let process = self.process(&caller.key)?;
-        let stdio = process.stdio.clone();
-        // The process has the terminal before its streams are prepared: also if that fails, the
-        // copier thread closes it.
         process.set_console(&mut services.copiers, &caller.key, Some(master));
-        let prepared = io::terminal(&stdio, &terminal?, caller.key.process(), &services.namespace)
-            .context("failed to start console copy")?;
-        self.await_logger(services, caller, prepared, Launch::StartingTerminalLogger)
+        connected.context("failed to start console copy")?;
+        self.attach(services, caller, streams)
     }
 
     /// Begins to copy the streams of the process, and completes the call.

@@ -27,6 +27,7 @@ use crate::cgroup::Cgroup;
 use crate::cgroup::oom_watch::OomWatch;
 use crate::error::{Code, Context as _, Error};
 use crate::exec::{self, Exec};
+use crate::io::Owner;
 use crate::log;
 use crate::process::ProcessStreams;
 use crate::process_key::ProcessKey;
@@ -49,7 +50,7 @@ pub struct Container {
     /// The runtime and its options.
     runtime: Runtime,
     /// The user and the group that own the pipes.
-    owner: (u32, u32),
+    owner: Owner,
     state: State,
     /// The pid of the first process; 0: there is none yet.
     pid: i32,

@@ -56,7 +56,7 @@ impl Step {
     pub fn own_limit(&self) -> Option<Duration> {
         match self {
             Self::Remove(Part::Container, _) => Some(DELETE_TIMEOUT),
-            Self::Launch(step) if step.awaits_logger() => Some(logger::READY_TIMEOUT),
+            Self::Launch(Launch::StartingLogger(_)) => Some(logger::READY_TIMEOUT),
             _ => None,
         }
     }

@@ -45,7 +45,7 @@ impl Stdio {
 }
 
 /// The owner of the pipes of a process (`IoUid`, `IoGid`).
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Default, Clone, Copy)]
 pub struct Owner {
     /// The user.
     pub uid: u32,
@@ -53,13 +53,35 @@ pub struct Owner {
     pub gid: u32,
 }
 
+/// containerd's end of a stream.
+#[derive(Debug)]
+enum End {
+    /// The reading end of a FIFO for standard input.
+    Input(OwnedFd),
+    /// The destination of an output, and the shim's own reading end if that is a FIFO.
+    Output(OwnedFd, Option<OwnedFd>),
+}
+
+impl End {
+    /// The stream between this end and the shim's end of what the process has.
+    fn connect(self, process: OwnedFd) -> Result<Stream, Error> {
+        Ok(match self {
+            Self::Input(from) => Stream::input(from, process)?,
+            Self::Output(to, reader) => Stream::output(process, to, reader)?,
+        })
+    }
+}
+
 /// The streams that were prepared for a process.
 #[derive(Debug, Default)]
 pub struct Prepared {
-    /// Descriptors 0, 1 and 2 of the process.
+    /// Descriptors 0, 1 and 2 of a process without a terminal.
     pub child: [Option<OwnedFd>; 3],
     /// The streams that are copied once the process is created.
     pub streams: Vec<Stream>,
+    /// The ends of the streams of a terminal, which the runtime sends when it has created the
+    /// process.
+    ends: Vec<End>,
     /// Keeps standard input open until CloseIO.
     pub stdin: Option<OwnedFd>,
     /// The logging program that receives the output, and must be ready before the start.
@@ -72,18 +94,30 @@ impl Prepared {
         let streams = self.streams.into_iter().flat_map(Stream::into_ends);
         self.child.into_iter().flatten().chain(streams).chain(self.stdin)
     }
+
+    /// Makes the streams of a terminal.
+    ///
+    /// # Errors
+    /// No descriptor is available.
+    pub fn connect(&mut self, master: &OwnedFd) -> Result<(), Error> {
+        for end in std::mem::take(&mut self.ends) {
+            self.streams.push(end.connect(master.try_clone()?)?.of_terminal());
+        }
+        Ok(())
+    }
 }
 
 /// The destination of the output.
-enum Output {
-    Paths,
+enum Output<'a> {
+    Path(&'a str),
     File(String),
     Program(logger::Program),
 }
 
-fn output(stdio: &Stdio) -> Result<Output, Error> {
-    match stdio.stdout.split_once("://") {
-        None | Some(("fifo", _)) => Ok(Output::Paths),
+fn output(stdout: &str) -> Result<Output<'_>, Error> {
+    match stdout.split_once("://") {
+        None => Ok(Output::Path(stdout)),
+        Some(("fifo", path)) => Ok(Output::Path(path)),
         Some(("file", rest)) => Ok(Output::File(file_path(rest)?)),
         Some(("binary", rest)) => Ok(Output::Program(logger::Program::parse(rest, false)?)),
         Some(("binary-v2", rest)) => Ok(Output::Program(logger::Program::parse(rest, true)?)),
@@ -101,78 +135,49 @@ fn file_path(rest: &str) -> Result<String, Error> {
         .map_err(|_| Error::new(Code::INVALID_ARGUMENT, "log URI: the path is not UTF-8"))
 }
 
-/// Prepares the streams of process `id` in a namespace; those of a terminal by [`terminal`].
+/// Prepares the streams of process `id` in a namespace.
 pub fn prepare(stdio: &Stdio, owner: Owner, id: &str, namespace: &str) -> Result<Prepared, Error> {
     let mut prepared = Prepared::default();
     if stdio.is_none() {
         return Ok(prepared);
     }
-    let file;
-    let (mut out, mut err) = (stdio.stdout.as_str(), stdio.stderr.as_str());
-    match output(stdio)? {
-        Output::Paths => out = out.strip_prefix("fifo://").unwrap_or(out),
+    // A terminal has no standard error.
+    let err = if stdio.terminal { "" } else { &stdio.stderr };
+    let (out, err) = match output(&stdio.stdout)? {
+        Output::Path(path) => (sink(path)?, sink(err)?),
         Output::File(path) => {
             make_file(&path)?;
-            file = path;
-            (out, err) = (&file, if err.is_empty() { "" } else { &file });
+            (sink(&path)?, if err.is_empty() { None } else { sink(&path)? })
         }
         Output::Program(program) => {
             let (stdout, stderr) = (pipe(owner)?, pipe(owner)?);
             let started = program.start(id, namespace, stdout.0.as_fd(), stderr.0.as_fd())?;
             prepared.logger = Some(started);
-            prepared.child = [None, Some(stdout.1), Some(stderr.1)];
-            return Ok(prepared);
+            if !stdio.terminal {
+                prepared.child = [None, Some(stdout.1), Some(stderr.1)];
+                return Ok(prepared);
+            }
+            (Some(End::Output(stdout.1, None)), None)
         }
-    }
-    let [input, output, errors] = &mut prepared.child;
-    for (name, child) in [(out, output), (err, errors)] {
-        if !name.is_empty() {
-            let (read, write) = pipe(owner)?;
-            prepared.streams.push(sink(name, read)?);
-            *child = Some(write);
-        }
-    }
+    };
+    let mut input = None;
     if !stdio.stdin.is_empty() {
+        let (from, hold) = fifo(&stdio.stdin)?;
+        (input, prepared.stdin) = (Some(End::Input(from)), Some(hold));
+    }
+    for (end, child) in [input, out, err].into_iter().zip(&mut prepared.child) {
+        let Some(end) = end else { continue };
+        if stdio.terminal {
+            prepared.ends.push(end);
+            continue;
+        }
         let (read, write) = pipe(owner)?;
-        let (from, hold) = fifo(&stdio.stdin)?;
-        prepared.stdin = Some(hold);
-        prepared.streams.push(Stream::input(from, write)?);
-        *input = Some(read);
-    }
-    Ok(prepared)
-}
-
-/// Prepares the streams between a terminal and the FIFOs.
-pub fn terminal(
-    stdio: &Stdio,
-    master: &OwnedFd,
-    id: &str,
-    namespace: &str,
-) -> Result<Prepared, Error> {
-    let mut prepared = Prepared::default();
-    match output(stdio)? {
-        Output::Paths if stdio.stdout.is_empty() => {}
-        Output::Paths => {
-            let path = stdio.stdout.strip_prefix("fifo://").unwrap_or(&stdio.stdout);
-            prepared.streams.push(sink(path, master.try_clone()?)?.of_terminal());
-        }
-        Output::File(path) => {
-            make_file(&path)?;
-            prepared.streams.push(sink(&path, master.try_clone()?)?.of_terminal());
-        }
-        Output::Program(program) => {
-            let owner = Owner { uid: 0, gid: 0 };
-            let (stdout, stderr) = (pipe(owner)?, pipe(owner)?);
-            let started = program.start(id, namespace, stdout.0.as_fd(), stderr.0.as_fd())?;
-            prepared.logger = Some(started);
-            let output = Stream::output(master.try_clone()?, stdout.1, None)?;
-            prepared.streams.push(output.of_terminal());
-        }
-    }
-    if !stdio.stdin.is_empty() {
-        let (from, hold) = fifo(&stdio.stdin)?;
-        prepared.stdin = Some(hold);
-        prepared.streams.push(Stream::input(from, master.try_clone()?)?.of_terminal());
+        let (own, of_process) = match end {
+            End::Input(_) => (write, read),
+            End::Output(..) => (read, write),
+        };
+        prepared.streams.push(end.connect(own)?);
+        *child = Some(of_process);
     }
     Ok(prepared)
 }
@@ -198,16 +203,19 @@ fn make_file(path: &str) -> Result<(), Error> {
     opened.map(drop).context(format_args!("open {path}"))
 }
 
-/// An output stream from `from` to a path: a FIFO, which is also opened for reading, or a file.
-fn sink(path: &str, from: OwnedFd) -> Result<Stream, Error> {
+/// The end of an output at a path: a FIFO, which is also opened for reading, or a file; `None`: there
+/// is no path.
+fn sink(path: &str) -> Result<Option<End>, Error> {
+    if path.is_empty() {
+        return Ok(None);
+    }
     let kind = fs::metadata(path).context(format_args!("open {path}"))?.file_type();
     if !kind.is_fifo() {
         let file = OpenOptions::new().append(true).open(path);
-        let file = file.context(format_args!("open {path}"))?;
-        return Ok(Stream::output(from, file.into(), None)?);
+        return Ok(Some(End::Output(file.context(format_args!("open {path}"))?.into(), None)));
     }
     let (read, write) = fifo(path)?;
-    Ok(Stream::output(from, write, Some(read))?)
+    Ok(Some(End::Output(write, Some(read))))
 }
 
 /// Opens both ends of a FIFO, non-blocking.

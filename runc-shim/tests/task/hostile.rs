@@ -186,7 +186,7 @@ fn a_terminal_with_a_logging_program_is_answered() {
     let error = pod.try_create("b", "sleep 1000", &with).unwrap_err().to_string();
     assert!(error.contains("did not call ready"), "{error}");
     assert!(!exists(format!("{}/{}", pod.path("runc/test"), pod.id("b"))));
-    // An exec that cannot be used is ended.
+    // Its exec is not run.
     pod.run("c", "exec sleep 1000", &Container::default());
     pod.exec("c", "e", "exec sleep 1000", &with).unwrap();
     pod.start("c", "e").unwrap_err();
