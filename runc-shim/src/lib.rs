@@ -98,6 +98,10 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
     })?;
     let has_start = !arguments.socket.is_empty();
     let lock = has_start.then(|| sys::inherited(start::LOCK)).flatten();
+    if has_start {
+        // Not the one of `start`, which its caller may end.
+        rustix::process::setpgid(None, None).context("make process group")?;
+    }
     #[cfg(target_env = "gnu")]
     sys::save_memory();
     sys::close_rest_on_exec();

@@ -107,8 +107,6 @@ pub struct Spawn<'a> {
     pub descriptors: &'a [(BorrowedFd<'a>, RawFd)],
     /// The kernel kills the child when this process exits.
     pub dies_with_parent: bool,
-    /// The child gets a process group of its own.
-    pub own_group: bool,
 }
 
 /// The data that [`spawn`] shares with its child.
@@ -211,9 +209,6 @@ fn become_program(work: &Work<'_>) -> c_int {
         }
         if spawn.dies_with_parent && !die_with(work.parent) {
             return libc::ESRCH;
-        }
-        if spawn.own_group && libc::setpgid(0, 0) != 0 {
-            return errno();
         }
         libc::execve(spawn.program.as_ptr(), work.arguments.as_ptr(), work.environment.as_ptr());
     }

@@ -85,7 +85,6 @@ impl Program {
                 (says.as_fd(), 5),
             ],
             dies_with_parent: false,
-            own_group: false,
         });
         let pid = spawned.context("failed to start binary process")?;
         Ok(Logger { pid, ready, strict: self.strict })

@@ -69,7 +69,6 @@ impl<'a> FuseProgram<'a> {
             directory: None,
             descriptors: &[(null.as_fd(), 0), (output.as_fd(), 1), (output.as_fd(), 2)],
             dies_with_parent: true,
-            own_group: false,
         });
         let pid = spawned.context(format_args!("exec {program}"))?;
         // The shim kills it at the deadline.

@@ -88,7 +88,6 @@ pub fn start(
         directory: bundle.as_ref().map(|bundle| bundle.as_fd()),
         descriptors: &descriptors,
         dies_with_parent: true,
-        own_group: false,
     });
     let pid = spawned.context(format_args!("start helper to {}", action.word()))?;
     Ok(Command::helper(pid, output))

@@ -125,7 +125,6 @@ impl Runtime {
             directory: place.directory,
             descriptors: &descriptors,
             dies_with_parent: true,
-            own_group: false,
         });
         let pid = spawned.context(format_args!("exec {name}"))?;
         Ok(Command::new(pid, log, output))

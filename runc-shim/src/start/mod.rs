@@ -137,7 +137,6 @@ fn launch(
             (lock.as_fd(), LOCK),
         ],
         dies_with_parent: false,
-        own_group: true,
     });
     spawned.map(|_| known).context("start server")
 }
