@@ -1,5 +1,5 @@
 //! The signals of the shim, read from a signalfd: SIGCHLD, and SIGTERM and SIGINT, which request
-//! the shutdown.
+//! the shutdown. There are no handlers of signals: no system call but epoll_wait(2) is interrupted.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -99,7 +99,7 @@ impl Logger {
                 "logging binary did not call ready (it may have crashed or exited prematurely)",
             ))),
             Ok(_) => Some(Ok(())),
-            Err(Errno::AGAIN | Errno::INTR) => None,
+            Err(Errno::AGAIN) => None,
             Err(e) => Some(Err(Error::from(e).context("failed to read from logging binary"))),
         }
     }

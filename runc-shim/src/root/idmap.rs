@@ -45,10 +45,7 @@ struct NamespaceHolder(i32);
 impl Drop for NamespaceHolder {
     fn drop(&mut self) {
         let _ = sys::kill(self.0, libc::SIGKILL);
-        let pid = Pid::from_raw(self.0);
-        while rustix::process::waitpid(pid, WaitOptions::empty())
-            .is_err_and(|e| e == rustix::io::Errno::INTR)
-        {}
+        let _ = rustix::process::waitpid(Pid::from_raw(self.0), WaitOptions::empty());
     }
 }
 

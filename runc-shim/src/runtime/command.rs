@@ -51,19 +51,13 @@ impl Command {
     pub fn wait(&self, until: Instant) -> io::Result<Option<Exit>> {
         let pid = Pid::from_raw(self.pid).ok_or(Errno::SRCH)?;
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
-            match rustix::event::poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
-                Err(Errno::INTR) => {}
-                ready if ready? == 0 => return Ok(None),
-                _ => {
-                    let exit = exits::exit_of_child(self.pid);
-                    exits::reap(self.pid);
-                    return Ok(exit);
-                }
-            }
+        let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).ok();
+        if rustix::event::poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], left.as_ref())? == 0 {
+            return Ok(None);
         }
+        let exit = exits::exit_of_child(self.pid);
+        exits::reap(self.pid);
+        Ok(exit)
     }
 
     /// The error of a command that has failed, with `what` in front unless that is empty: the last

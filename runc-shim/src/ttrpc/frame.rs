@@ -111,7 +111,6 @@ pub fn read(
                 }
             }
             Err(Errno::AGAIN) => break,
-            Err(Errno::INTR) => {}
             Err(e) => return Err((frames, e)),
         }
     }
@@ -127,7 +126,6 @@ pub fn write(socket: &OwnedFd, out: &mut Vec<u8>) -> Result<(), Errno> {
         match rustix::io::write(socket, out) {
             Ok(count) => drop(out.drain(..count)),
             Err(Errno::AGAIN) => return Ok(()),
-            Err(Errno::INTR) => {}
             Err(e) => return Err(e),
         }
     }

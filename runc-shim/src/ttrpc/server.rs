@@ -129,7 +129,7 @@ impl Server {
             let socket = match rustix::net::accept_with(&self.listener.socket, flags) {
                 Ok(socket) => socket,
                 Err(Errno::AGAIN) => return,
-                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(Errno::CONNABORTED) => continue,
                 // Mostly too many open files: the caller waits, and the main loop must not spin.
                 Err(_) => return self.listen(false, reactor),
             };

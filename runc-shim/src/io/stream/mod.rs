@@ -74,8 +74,6 @@ enum CopyResult {
 enum Failure {
     /// Nothing can be read, or written, now.
     Blocked,
-    /// A signal interrupted the system call.
-    Interrupted,
     /// The write may succeed later.
     Temporary,
     /// One of the ends was closed.
@@ -86,7 +84,6 @@ impl Failure {
     fn of_read(e: Errno) -> Self {
         match e {
             Errno::AGAIN => Self::Blocked,
-            Errno::INTR => Self::Interrupted,
             _ => Self::Final,
         }
     }
@@ -96,7 +93,6 @@ impl Failure {
     fn of_write(e: Errno, is_output: bool) -> Self {
         match e {
             Errno::AGAIN => Self::Blocked,
-            Errno::INTR => Self::Interrupted,
             Errno::NOSPC | Errno::DQUOT | Errno::NOMEM | Errno::NOBUFS => Self::Temporary,
             Errno::PIPE => Self::Final,
             _ if is_output => Self::Temporary,
@@ -167,7 +163,6 @@ impl Stream {
             match self.copy() {
                 Ok(0) => return CopyResult::Ended,
                 Ok(count) => moved += count,
-                Err(Failure::Interrupted) => {}
                 Err(Failure::Blocked) if self.is_over() => return CopyResult::Ended,
                 Err(Failure::Blocked) => {
                     self.shrink(Instant::now());
