@@ -106,23 +106,20 @@ fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
     // The canonical path, as in `/proc`.
     let bundle = &std::fs::canonicalize(bundle).unwrap_or_else(|_| bundle.to_owned());
     while Instant::now() < until {
-        let commands = commands(runtime, id, bundle);
+        let is_command = |pid: &i32| is_command(*pid, runtime, id, bundle);
+        let commands: Vec<i32> = exits::pids().filter(is_command).collect();
         if commands.is_empty() {
             return;
         }
         for pid in commands.into_iter().filter_map(Pid::from_raw) {
             let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
             // Checked again with the pidfd open, because the pid may have been reused.
-            if is_command(pid.as_raw_nonzero().get(), runtime, id, bundle) {
+            if is_command(&pid.as_raw_nonzero().get()) {
                 let _ = pidfd_send_signal(&pidfd, Signal::KILL);
             }
         }
         std::thread::sleep(COMMANDS_POLL);
     }
-}
-
-fn commands(runtime: &Runtime, id: &str, bundle: &Path) -> Vec<i32> {
-    exits::pids().filter(|pid| is_command(*pid, runtime, id, bundle)).collect()
 }
 
 /// Whether a process is a command of the runtime for the container, or a helper that mounts: its

@@ -27,7 +27,7 @@ fn stop(child: i32) -> Vec<OwnedFd> {
     let mut found: Vec<Process> = Vec::new();
     for _ in 0..MAX_SEARCHES {
         let before = found.len();
-        for (pid, parent) in all_with_parents() {
+        for (pid, parent) in exits::pids().filter_map(|pid| Some((pid, parent(pid)?))) {
             if found.iter().all(|known| known.pid != pid)
                 && let Some(process) = descendant(pid, parent, child, &found)
             {
@@ -60,11 +60,6 @@ fn descendant(pid: i32, parent_pid: i32, root: i32, found: &[Process]) -> Option
 /// The parent of a process; `None`: no such process.
 fn parent(pid: i32) -> Option<i32> {
     i32::try_from(stat(pid)?.parent).ok()
-}
-
-/// All processes, and their parents.
-fn all_with_parents() -> Vec<(i32, i32)> {
-    exits::pids().filter_map(|pid| Some((pid, parent(pid)?))).collect()
 }
 
 /// Kills a child that was not reaped yet, and the processes that descend from it.

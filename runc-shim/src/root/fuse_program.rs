@@ -12,7 +12,7 @@ use containerd_shim_protos::api::Mount;
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, WaitOptions, waitpid};
 
-use crate::error::{Code, Context as _, Error};
+use crate::error::{Context as _, Error};
 use crate::runtime;
 use crate::runtime::command;
 use crate::sys;
@@ -48,11 +48,8 @@ impl<'a> FuseProgram<'a> {
     /// The program is not installed, or has failed; with its output.
     pub fn mount(self, mount: &Mount, target: &Path) -> Result<(), Error> {
         let Self { program, file_system } = self;
-        let not_text = || {
-            let target = target.display();
-            Error::new(Code::INVALID_ARGUMENT, format!("mount point {target} is not UTF-8"))
-        };
-        let mut words = vec![program, &mount.source, target.to_str().ok_or_else(not_text)?];
+        let target = target.display().to_string();
+        let mut words = vec![program, &mount.source, &target];
         for option in &mount.options {
             words.extend(["-o", option]);
         }

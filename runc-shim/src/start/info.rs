@@ -1,6 +1,6 @@
 //! The option `-info`: what containerd asks a shim about itself and its runtime.
 
-use std::io::{Read as _, Write as _};
+use std::io::Write as _;
 use std::process::{Command, Stdio};
 
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
@@ -8,7 +8,6 @@ use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
 use serde_json::value::RawValue;
 
-use super::MAX_INPUT;
 use crate::error::{Context as _, Error};
 use crate::runtime::{self, options};
 
@@ -20,9 +19,7 @@ const FEATURES: &str = "types.containerd.io/opencontainers/runtime-spec/1/featur
 /// # Errors
 /// The input is malformed, or the runtime is not installed.
 pub fn print() -> Result<(), Error> {
-    let mut input = Vec::new();
-    std::io::stdin().take(MAX_INPUT).read_to_end(&mut input).context("read standard input")?;
-    let given = Any::parse_from_bytes(&input).context("standard input")?;
+    let given = Any::parse_from_bytes(&super::input()?).context("standard input")?;
     let binary = options::parse(Some(&given))?.binary_name;
     let mut info = RuntimeInfo::new();
     info.name = env!("CARGO_PKG_NAME").to_owned();

@@ -116,7 +116,8 @@ fn launch(
     ];
     let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
     let mut environment = runtime::environment();
-    let containerd = if events.is_empty() { env_of_containerd() } else { events.to_owned() };
+    let given = std::env::var("TTRPC_ADDRESS").unwrap_or_default();
+    let containerd = if events.is_empty() { &given } else { events };
     environment.push(runtime::string(&format!("TTRPC_ADDRESS={containerd}"))?);
     let null = runtime::null()?;
     let (input, known) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("make pipe")?;
@@ -139,10 +140,6 @@ fn launch(
         dies_with_parent: false,
     });
     spawned.map(|_| known).context("start server")
-}
-
-fn env_of_containerd() -> String {
-    std::env::var("TTRPC_ADDRESS").unwrap_or_default()
 }
 
 /// The FIFO in the bundle from which containerd reads the server's log; `None`: there is none.

@@ -22,22 +22,17 @@ pub fn empty() -> Answer {
 
 /// The answer to a Create.
 pub fn created(pid: u32) -> Answer {
-    let mut response = api::CreateTaskResponse::new();
-    response.pid = pid;
-    now(&response)
+    now(&api::CreateTaskResponse { pid, ..Default::default() })
 }
 
 /// The answer to a Start.
 pub fn started(pid: u32) -> Answer {
-    let mut response = api::StartResponse::new();
-    response.pid = pid;
-    now(&response)
+    now(&api::StartResponse { pid, ..Default::default() })
 }
 
 /// The response to a Delete.
 pub fn deleted(pid: u32, exit: Option<Exit>) -> api::DeleteResponse {
-    let mut response = api::DeleteResponse::new();
-    response.pid = pid;
+    let mut response = api::DeleteResponse { pid, ..Default::default() };
     if let Some(exit) = exit {
         response.exit_status = exit.status;
         response.exited_at = MessageField::some(exit.at());
@@ -73,9 +68,7 @@ pub fn state(
 
 /// The answer to Stats.
 pub fn metrics(stats: Any) -> Answer {
-    let mut response = api::StatsResponse::new();
-    response.stats = MessageField::some(stats);
-    now(&response)
+    now(&api::StatsResponse { stats: MessageField::some(stats), ..Default::default() })
 }
 
 /// A pid in a message.
