@@ -212,9 +212,7 @@ fn standard_input_that_is_closed_during_the_start_of_a_terminal_ends() {
     std::thread::scope(|scope| {
         let started = scope.spawn(|| pod_ref.start("a", "e"));
         eventually("the exec runs", || exists(&began).then_some(()));
-        let mut request = CloseIORequest::new();
-        (request.id, request.exec_id, request.stdin) = (pod_ref.id("a"), "e".to_owned(), true);
-        pod_ref.client.close_io(context(), &request).unwrap();
+        pod_ref.close_input("a", "e");
         std::fs::write(&go, "").unwrap();
         started.join().unwrap().unwrap();
     });

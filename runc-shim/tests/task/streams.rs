@@ -21,9 +21,7 @@ fn standard_input_ends_when_it_is_closed() {
     // A writer that goes, as containerd does when it is restarted, is no end.
     write(&input, b"two\n");
     assert_eq!(pod.status("a"), Status::RUNNING);
-    let mut request = CloseIORequest::new();
-    (request.id, request.stdin) = (pod.id("a"), true);
-    pod.client.close_io(context(), &request).unwrap();
+    pod.close_input("a", "");
     assert_eq!(pod.wait("a", "").unwrap(), 0);
     assert_eq!(stdout.join().unwrap(), b"one\ntwo\nend\n");
     pod.delete("a", "").unwrap();
@@ -394,9 +392,7 @@ fn no_byte_of_the_input_of_a_slow_process_is_lost() {
     pod.exec("a", "e", "sleep 1; exec cat", &with).unwrap();
     pod.start("a", "e").unwrap();
     write(&input, &block);
-    let mut request = CloseIORequest::new();
-    (request.id, request.exec_id, request.stdin) = (pod.id("a"), "e".to_owned(), true);
-    pod.client.close_io(context(), &request).unwrap();
+    pod.close_input("a", "e");
     assert_eq!(pod.wait("a", "e").unwrap(), 0);
     assert!(stdout.join().unwrap() == block);
     pod.delete("a", "e").unwrap();

@@ -2,16 +2,7 @@
 
 use std::io::Read as _;
 
-use containerd_shim_protos::api::*;
-
-use crate::pod::{self, Container, Pod, context, eventually, reader, write};
-
-/// Closes the standard input of a process.
-fn close_input(pod: &Pod, exec: &str) {
-    let mut request = CloseIORequest::new();
-    (request.id, request.exec_id, request.stdin) = (pod.id("a"), exec.to_owned(), true);
-    pod.client.close_io(context(), &request).unwrap();
-}
+use crate::pod::{self, Container, Pod, eventually, reader, write};
 
 #[test]
 fn a_slow_reader_has_all_output_of_a_terminal_whose_input_ends() {
@@ -25,7 +16,7 @@ fn a_slow_reader_has_all_output_of_a_terminal_whose_input_ends() {
         let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap();
         (name == "cat\n").then_some(())
     });
-    close_input(&pod, "");
+    pod.close_input("a", "");
     let expected: String = (100_001..=108_800).map(|number| format!("{number}\r\n")).collect();
     let mut said = Vec::new();
     eventually("all output", || fifo.read_to_end(&mut said).ok());
@@ -47,7 +38,7 @@ fn a_terminal_whose_input_ends_early_has_all_output_until_the_exit() {
         pod.exec("a", name, "stty -echo; cat; sleep 1; echo two; exit 5", &with).unwrap();
         pod.start("a", name).unwrap();
         write(&stdin, input.as_bytes());
-        close_input(&pod, name);
+        pod.close_input("a", name);
         assert_eq!(pod.wait("a", name).unwrap(), 5);
         pod.delete("a", name).unwrap();
         let said = String::from_utf8(reader.join().unwrap()).unwrap();
@@ -66,7 +57,7 @@ fn a_terminal_without_input_and_reader_hangs_up() {
     let with = Container { stdin, stdout, terminal: true, ..Default::default() };
     pod.exec("a", "e", "exec sleep 1000", &with).unwrap();
     pod.start("a", "e").unwrap();
-    close_input(&pod, "e");
+    pod.close_input("a", "e");
     drop(fifo);
     assert_eq!(pod.wait("a", "e").unwrap(), 129, "the signal of the terminal");
     pod.delete("a", "e").unwrap();

@@ -1,10 +1,11 @@
 //! The process of a container, and its OCI config.
 
+use containerd_shim_protos::api::CloseIORequest;
 use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::types::mount::Mount;
 use serde_json::{Value, json};
 
-use super::Pod;
+use super::{Pod, context};
 
 /// The settings of a container.
 #[derive(Clone, Default)]
@@ -43,6 +44,13 @@ impl Pod {
         std::fs::create_dir_all(&layer).unwrap();
         let lower = format!("lowerdir={}:{layer}", self.path("root"));
         mount("overlay", "overlay", &[&[lower.as_str()], more].concat())
+    }
+
+    /// Closes the standard input of a process.
+    pub fn close_input(&self, id: &str, exec: &str) {
+        let mut request = CloseIORequest::new();
+        (request.id, request.exec_id, request.stdin) = (self.id(id), exec.to_owned(), true);
+        self.client.close_io(context(), &request).unwrap();
     }
 
     /// A container whose runtime runs these commands of a shell first when `action` is called. One
