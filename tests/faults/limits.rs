@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use kit::grpc;
 use kit::machine::cgroup;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -25,6 +26,14 @@ pub(crate) fn limit(pid: u32, limit: &str) -> Result<()> {
         .output()?;
     ensure!(done.status.success(), "prlimit: {}", String::from_utf8_lossy(&done.stderr));
     Ok(())
+}
+
+/// The processor time that a process has used, in hundredths of a second.
+fn ticks(pid: u32) -> Result<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let (_, fields) = stat.rsplit_once(')').context("no name")?;
+    let times = fields.split_whitespace().skip(11).take(2).map(str::parse::<u64>);
+    times.sum::<Result<u64, _>>().context("no times")
 }
 
 /// Promise: full_node_keeps_its_pods.
@@ -51,7 +60,17 @@ async fn no_descriptors() -> Result<()> {
     );
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
     ensure!(controller.wait(&dying).await?.exit_status == 137, "its exit");
+    // A new caller waits in the queue of the socket, for which the daemon does not spin.
+    let (new, unknown, before) =
+        (standalone.controller(), standalone.id("unknown"), ticks(daemon)?);
+    let asked = tokio::spawn(async move { new.status(&unknown, false).await });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let used = ticks(daemon)? - before;
+    ensure!(!asked.is_finished(), "the daemon took a connection without a descriptor");
+    ensure!(used < 20, "it used {used} hundredths of a second meanwhile");
     limit(daemon, &hard)?;
+    let answer = asked.await?.err().context("status of an unknown id")?;
+    ensure!(answer.code == grpc::NOT_FOUND, "{answer}");
     is_whole(&standalone, &controller, &other).await?;
     for id in [&other, &dying, &id] {
         let _ = controller.stop(id).await;
