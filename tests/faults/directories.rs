@@ -35,19 +35,19 @@ pub(crate) fn cases() -> Vec<Case> {
 
 /// Starts a daemon with a small file system in place of one of its directories.
 async fn with_small(directory: &str) -> Result<Standalone> {
-    let standalone = Standalone::new("")?;
+    let standalone = Standalone::with_metrics()?;
     mount_small(&standalone.path(directory))?;
     standalone.start().await?;
     Ok(standalone)
 }
 
-pub(crate) fn mount_small(point: &Path) -> Result<()> {
+fn mount_small(point: &Path) -> Result<()> {
     let size = Some("size=256k,nr_inodes=200,mode=755");
     Ok(mount(Some("small"), point, Some("tmpfs"), MsFlags::empty(), size)?)
 }
 
 /// Uses all space and all inodes.
-pub(crate) fn fill(directory: &Path) -> Result<()> {
+fn fill(directory: &Path) -> Result<()> {
     fill_space(directory)?;
     for number in 0.. {
         match fs::File::create(directory.join("filler").join(number.to_string())) {
@@ -109,6 +109,10 @@ async fn full_directories() -> Result<()> {
         refused(&standalone, directory, 28)
             .await
             .with_context(|| format!("{directory} is full"))?;
+        if directory == "state" {
+            let failed = "calls_total{method=\"Create\",code=\"RESOURCE_EXHAUSTED\"}";
+            standalone.metric_is(&format!("pause_sandboxer_{failed}"), 1.0..=1.0).await?;
+        }
         is_whole(&standalone, &controller, &living).await?;
         // Whether the exit can be recorded or not: Stop and Shutdown need no space.
         remove(&controller, &living).await.with_context(|| format!("{directory} is full"))?;

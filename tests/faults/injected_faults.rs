@@ -1,7 +1,6 @@
 //! System calls of the daemon fail or hang, by injection: the error names step, path and errno,
 //! other pods are not slowed, and what could not be done is done once the fault is gone.
 
-use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,17 +12,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{Case, alone, on_node};
-use crate::pods::{Netns, Shape, is_whole, remove};
+use crate::pods::{Shape, is_whole, remove};
 use crate::standalone::Standalone;
 use kit::strace::Fault;
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases = alone![
-        a_start_that_fails,
-        a_cleanup_that_fails,
-        an_unmount_that_hangs,
-        a_netns_that_is_gone
-    ];
+    let mut cases = alone![a_start_that_fails, a_cleanup_that_fails, an_unmount_that_hangs];
     cases.extend(on_node![node_shim_that_hangs]);
     cases
 }
@@ -143,12 +137,14 @@ async fn a_start_that_fails() -> Result<()> {
     standalone.nothing_left().await
 }
 
-/// EBUSY of unmount and of the cgroup's removal: reported to callers, and retried by the back-off
-/// without any caller.
+/// EBUSY of unmount and of the cgroup's removal: reported to callers and in the metrics, and retried
+/// by the back-off without any caller.
 ///
 /// Promise: cleanup_is_retried.
 async fn a_cleanup_that_fails() -> Result<()> {
-    let standalone = Standalone::started().await?;
+    const PENDING: &str = "pause_sandboxer_cleanups_pending";
+    let standalone = Standalone::with_metrics()?;
+    standalone.start().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     let (other, stopped, killed) =
         (standalone.id("other"), standalone.id("stopped"), standalone.id("killed"));
@@ -182,6 +178,7 @@ async fn a_cleanup_that_fails() -> Result<()> {
             .await
             .context("Wait")??;
         ensure!(exit.exit_status == 137, "exit status {}", exit.exit_status);
+        standalone.metric_is(PENDING, 1.0..=2.0).await?;
         let during = times(&standalone, &other).await?;
         compare(call, before, during)?;
         ensure!(controller.shutdown(&stopped).await.is_err(), "{call}: Shutdown succeeded");
@@ -202,6 +199,7 @@ async fn a_cleanup_that_fails() -> Result<()> {
             Ok(())
         })
         .await?;
+        standalone.metric_is(PENDING, 0.0..=0.0).await?;
         let gone = controller.status(&stopped, false).await;
         ensure!(gone.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{gone:?}");
         remove(&controller, &killed).await?;
@@ -298,26 +296,4 @@ async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
         "the shim is left"
     );
     other.remove().await
-}
-
-/// Between Create and Start.
-async fn a_netns_that_is_gone() -> Result<()> {
-    let standalone = Standalone::started().await?;
-    let controller = standalone.controller();
-    let netns = Netns::new(standalone.path("netns"))?;
-    let shape = Shape { netns: Some(netns.path().to_owned()), ..Shape::plain(&standalone) };
-    let id = standalone.id("gone");
-    let path = netns.path().display().to_string();
-    shape.create(&controller, &id).await?;
-    nix::mount::umount2(netns.path(), nix::mount::MntFlags::MNT_DETACH)?;
-    let error = controller.start(&id).await.err().context("started in what is no namespace")?;
-    names(&error, &[&id, "join network namespace", &path, "os error 22"])?;
-    standalone.nothing_left().await?;
-    fs::remove_file(netns.path())?;
-    let again = Netns::new(standalone.path("netns"))?;
-    shape.create(&controller, &id).await?;
-    again.remove()?;
-    let error = controller.start(&id).await.err().context("started without its namespace")?;
-    names(&error, &[&id, "open network namespace", &path, "os error 2"])?;
-    standalone.nothing_left().await
 }

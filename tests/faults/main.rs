@@ -18,7 +18,6 @@ mod garbage_collection;
 mod injected_faults;
 mod killed;
 mod limits;
-mod metrics;
 mod mount_namespace;
 mod node_killed;
 mod records;
@@ -41,7 +40,6 @@ fn main() -> std::process::ExitCode {
         restarts::cases(),
         node_killed::cases(),
         mount_namespace::cases(),
-        metrics::cases(),
         soak::cases(),
     ];
     harness::run(cases.into_iter().flatten().collect())

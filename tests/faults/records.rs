@@ -49,7 +49,9 @@ async fn a_record_that_could_not_be_read_is_read_again() -> Result<()> {
 
 /// Promise: record_is_never_discarded.
 async fn unreadable_and_newer_records_stay() -> Result<()> {
-    let standalone = Standalone::started().await?;
+    const ASIDE: &str = "pause_sandboxer_records_kept_aside";
+    let standalone = Standalone::with_metrics()?;
+    standalone.start().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     let (good, newer, broken) =
         (standalone.id("good"), standalone.id("newer"), standalone.id("broken"));
@@ -64,6 +66,7 @@ async fn unreadable_and_newer_records_stay() -> Result<()> {
     fs::write(standalone.record(&broken).join("record.json"), "{")?;
     standalone.start().await?;
     is_whole(&standalone, &controller, &good).await?;
+    standalone.metric_is(ASIDE, 2.0..=2.0).await?;
     for id in [&newer, &broken] {
         ensure!(
             standalone
@@ -77,6 +80,8 @@ async fn unreadable_and_newer_records_stay() -> Result<()> {
         ensure!(status.code != grpc::NOT_FOUND, "{status}");
         let wait = controller.wait(id).await.err().context("Wait")?;
         ensure!(wait.code == grpc::UNAVAILABLE, "Wait: {wait}");
+        let taken = shape.create(&controller, id).await.err().context("its id is not taken")?;
+        ensure!(taken.code == grpc::ALREADY_EXISTS, "Create: {taken}");
         ensure!(controller.shutdown(id).await.is_err(), "removed what cannot be read");
     }
     ensure!(fs::read_to_string(&record)? == text, "the newer record was changed");
@@ -86,6 +91,7 @@ async fn unreadable_and_newer_records_stay() -> Result<()> {
     fs::write(&record, &old)?;
     fs::write(standalone.record(&broken).join("record.json"), old.replace(&newer, &broken))?;
     standalone.start().await?;
+    standalone.metric_is(ASIDE, 0.0..=0.0).await?;
     for id in [&good, &newer, &broken] {
         is_whole(&standalone, &controller, id).await?;
         remove(&controller, id).await?;

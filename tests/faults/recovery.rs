@@ -273,7 +273,9 @@ async fn speaks_http2(socket: &Path) -> Result<()> {
 ///
 /// Promise: undecided_is_not_dead.
 async fn an_unknown_pause_is_determined_later() -> Result<()> {
-    let standalone = Standalone::started().await?;
+    const UNKNOWN: &str = "pause_sandboxer_sandboxes{state=\"unknown\"";
+    let standalone = Standalone::with_metrics()?;
+    standalone.start().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     let (stopped, removed) = (standalone.id("stopped"), standalone.id("removed"));
     let kept = standalone.id("kept");
@@ -282,6 +284,7 @@ async fn an_unknown_pause_is_determined_later() -> Result<()> {
     }
     standalone.kill()?;
     standalone.start_with(&["pidfd_open:error=EMFILE"]).await?;
+    standalone.metric_is(UNKNOWN, 3.0..=3.0).await?;
     let asked = tokio::spawn({
         let (controller, kept) = (standalone.controller(), kept.clone());
         async move { state(&controller, &kept).await }
@@ -299,6 +302,7 @@ async fn an_unknown_pause_is_determined_later() -> Result<()> {
     let state = asked.await??;
     ensure!(state == "SANDBOX_READY", "it is {state}");
     controller.stop(&stopped).await?;
+    standalone.metric_is(UNKNOWN, 0.0..=0.0).await?;
     ensure!(controller.wait(&stopped).await?.exit_status == 137, "its exit");
     // It was asked for once, and is done by the back-off.
     until("the removal", Duration::from_secs(20), async || {

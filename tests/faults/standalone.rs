@@ -1,6 +1,7 @@
 //! A sandboxer without containerd, with everything of its own: directories, sockets, cgroup parent.
 
 use std::fs;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
@@ -68,6 +69,17 @@ impl Standalone {
         let setting = format!("metrics = \"unix://{}\"\n", standalone.metrics().display());
         fs::write(&config, fs::read_to_string(&config)? + &setting)?;
         Ok(standalone)
+    }
+
+    /// Waits until the sum of a series is in the range. The daemon retries what failed after at most
+    /// seconds at first.
+    pub(crate) async fn metric_is(&self, series: &str, range: RangeInclusive<f64>) -> Result<()> {
+        until(&format!("{series} is in {range:?}"), Duration::from_secs(60), async || {
+            let value = kit::metrics::value(&self.metrics(), series).await?;
+            ensure!(range.contains(&value), "it is {value}");
+            Ok(())
+        })
+        .await
     }
 
     /// The socket of the metrics.
