@@ -1,4 +1,5 @@
-//! hostname, hosts, resolv.conf and shared memory, as they are inside a container.
+//! hostname, hosts, resolv.conf and shared memory of a pod: when they are deleted, and their size.
+//! `tests/parity` compares what they are inside a container.
 
 use anyhow::{Context, Result, ensure};
 use kit::{ContainerSpec, Pod, PodSpec};
@@ -7,62 +8,9 @@ use nix::mount::{MntFlags, umount2};
 use crate::harness::{Bench, Case, Difference, cases};
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases = cases![both: hostname, hosts_and_resolv_conf, given_dns, deleted_files];
+    let mut cases = cases![both: deleted_files];
     cases.extend(cases![ours, "its pods have /dev/shm of one size": size_of_shared_memory]);
     cases
-}
-
-async fn hostname(bench: Bench) -> Result<()> {
-    let node = std::fs::read_to_string("/proc/sys/kernel/hostname")?;
-    for (given, expected) in [("web-0", "web-0\n"), ("", node.as_str())] {
-        let pod = bench.run(PodSpec::new("named").hostname(given)).await?;
-        let container = pod.run(ContainerSpec::sleeping("main")).await?;
-        ensure!(
-            container.sh("cat /etc/hostname").await? == expected,
-            "given {given:?}: /etc/hostname is another"
-        );
-        let seen = container.sh("hostname").await?;
-        ensure!(seen == expected, "given {given:?}: hostname is {seen:?}, not {expected:?}");
-        pod.remove().await?;
-    }
-    Ok(())
-}
-
-async fn hosts_and_resolv_conf(bench: Bench) -> Result<()> {
-    for spec in [PodSpec::new("files"), PodSpec::new("files").host_network()] {
-        let pod = bench.run(spec).await?;
-        let container = pod.run(ContainerSpec::sleeping("main")).await?;
-        for file in ["/etc/hosts", "/etc/resolv.conf"] {
-            let (inside, node) =
-                (container.sh(&format!("cat {file}")).await?, std::fs::read_to_string(file)?);
-            ensure!(inside == node, "{file} is\n{inside}not the node's\n{node}");
-        }
-        pod.remove().await?;
-    }
-    Ok(())
-}
-
-async fn given_dns(bench: Bench) -> Result<()> {
-    let given = [
-        (
-            PodSpec::new("dns").dns(
-                &["10.0.0.10", "10.0.0.11"],
-                &["default.svc.local", "svc.local"],
-                &["ndots:5", "rotate"],
-            ),
-            "search default.svc.local svc.local\nnameserver 10.0.0.10\nnameserver 10.0.0.11\n\
-             options ndots:5 rotate\n",
-        ),
-        (PodSpec::new("dns").dns(&["10.0.0.10"], &[], &[]), "nameserver 10.0.0.10\n"),
-    ];
-    for (spec, expected) in given {
-        let pod = bench.run(spec).await?;
-        let container = pod.run(ContainerSpec::sleeping("main")).await?;
-        let seen = container.sh("cat /etc/resolv.conf").await?;
-        ensure!(seen == expected, "resolv.conf is\n{seen}not\n{expected}");
-        pod.remove().await?;
-    }
-    Ok(())
 }
 
 /// The files and the shared memory of a living pod are deleted, as a restarted containerd does to a

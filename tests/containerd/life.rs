@@ -10,7 +10,7 @@ use kit::{ContainerSpec, Handler, PodSpec, grpc};
 use crate::harness::{Bench, Case, Difference, cases};
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![both: life, verbose_status, list, without_linux_section, restart_of_containerd]
+    cases![both: life, list, without_linux_section, restart_of_containerd]
 }
 
 /// Promise: cri_works.
@@ -91,62 +91,6 @@ async fn life(bench: Bench) -> Result<()> {
     ];
     ensure!(published == expected, "events of the sandbox: {published:?}");
     pod.clear().await
-}
-
-async fn verbose_status(bench: Bench) -> Result<()> {
-    let pod = bench.run(PodSpec::new("verbose").pid(api::NamespaceMode::POD)).await?;
-    let info = pod.info().await?;
-    let pid = pod.pause_pid().await?;
-    let network = kit::machine::processes::namespace(&pid.to_string(), "net")?;
-    ensure!(
-        network != kit::machine::processes::namespace("self", "net")?,
-        "pid {pid} is not in the pod's network"
-    );
-    ensure!(info["processStatus"] == "running", "processStatus is {}", info["processStatus"]);
-    ensure!(
-        info["netNamespaceClosed"] == false,
-        "netNamespaceClosed is {}",
-        info["netNamespaceClosed"]
-    );
-    ensure!(
-        info["runtimeType"] == "io.containerd.runc.v2",
-        "runtimeType is {}",
-        info["runtimeType"]
-    );
-    ensure!(info["config"]["metadata"]["name"] == "verbose", "config is {}", info["config"]);
-    ensure!(
-        info["config"]["linux"]["cgroup_parent"] == pod.config().linux.cgroup_parent,
-        "config is {}",
-        info["config"]
-    );
-    ensure!(info["runtimeSpec"]["hostname"] == "verbose", "runtimeSpec is {}", info["runtimeSpec"]);
-    ensure!(
-        info["cniResult"]["Interfaces"]["eth0"].is_object(),
-        "cniResult is {}",
-        info["cniResult"]
-    );
-    ensure!(
-        info["sandboxMetadata"]["Metadata"]["ID"] == pod.id(),
-        "sandboxMetadata is {}",
-        info["sandboxMetadata"]
-    );
-    bench.differs(
-        "image of the verbose status",
-        &info["image"].as_str().unwrap_or_default().to_owned(),
-        Difference {
-            builtin: kit::PAUSE_IMAGE.to_owned(),
-            ours: String::new(),
-            why: "the pause program is inside the sandboxer; there is no image",
-        },
-    )?;
-    pod.stop().await?;
-    let stopped = pod.info().await?;
-    ensure!(
-        stopped["netNamespaceClosed"] == true,
-        "netNamespaceClosed is {} after stop",
-        stopped["netNamespaceClosed"]
-    );
-    pod.remove().await
 }
 
 async fn list(bench: Bench) -> Result<()> {

@@ -13,8 +13,7 @@ fn key() -> u32 {
 }
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases =
-        cases![both: shared_pid, private_pid, shared_ipc, host_pid, host_ipc, root_of_the_pause];
+    let mut cases = cases![both: shared_pid, shared_ipc, host_ipc, root_of_the_pause];
     cases.extend(cases![ours, "it has no such setting": sysctls_of_the_settings]);
     cases
 }
@@ -63,27 +62,6 @@ async fn shared_pid(bench: Bench) -> Result<()> {
     pod.remove().await
 }
 
-async fn private_pid(bench: Bench) -> Result<()> {
-    let (pod, one, other) =
-        two(&bench, PodSpec::new("private").pid(NamespaceMode::CONTAINER)).await?;
-    let pause = processes::namespace(&pod.pause_pid().await?.to_string(), "pid")?;
-    let (first, second) = (inside(&one, "pid").await?, inside(&other, "pid").await?);
-    let node = processes::namespace("self", "pid")?;
-    ensure!(
-        first != second && first != pause && second != pause,
-        "not private: {first} {second}, the pause {pause}"
-    );
-    ensure!(
-        ![&first, &second, &pause].contains(&&node),
-        "the node's: {first} {second}, the pause {pause}"
-    );
-    let command = one.sh("tr '\\0' ' ' < /proc/1/cmdline").await?;
-    ensure!(command.trim() == "sleep 3601", "process 1 is {command}");
-    ensure!(inside(&one, "ipc").await? == inside(&other, "ipc").await?, "they do not share IPC");
-    ensure!(inside(&one, "uts").await? == inside(&other, "uts").await?, "they do not share UTS");
-    pod.remove().await
-}
-
 /// Promise: pods_equal_the_builtins.
 async fn shared_ipc(bench: Bench) -> Result<()> {
     let (pod, one, other) = two(&bench, PodSpec::new("ipc")).await?;
@@ -104,22 +82,6 @@ async fn shared_ipc(bench: Bench) -> Result<()> {
     for option in ["tmpfs", "nosuid", "nodev", "noexec"] {
         ensure!(kind.contains(option), "/dev/shm is {kind}");
     }
-    pod.remove().await
-}
-
-async fn host_pid(bench: Bench) -> Result<()> {
-    let (pod, one, _) = two(&bench, PodSpec::new("host-pid").pid(NamespaceMode::NODE)).await?;
-    let node = processes::namespace("self", "pid")?;
-    let namespace = inside(&one, "pid").await?;
-    ensure!(namespace == node, "the container is in {namespace}, the node's is {node}");
-    let seen =
-        one.sh(&format!("tr '\\0' ' ' < /proc/{}/cmdline", bench.node.containerd_pid()?)).await?;
-    ensure!(
-        seen.contains("containerd --config"),
-        "the container sees {seen:?} instead of containerd"
-    );
-    let pause = processes::namespace(&pod.pause_pid().await?.to_string(), "pid")?;
-    ensure!(pause == node, "the pause is in {pause}, the node's is {node}");
     pod.remove().await
 }
 

@@ -1,4 +1,4 @@
-//! Pods with the node's network and pods with their own.
+//! Pods with a network of their own.
 
 use std::time::Duration;
 
@@ -14,26 +14,7 @@ use crate::harness::{Bench, Case, cases};
 const PORT: u16 = 8080;
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![both: host_network, pod_network, port_forward]
-}
-
-async fn host_network(bench: Bench) -> Result<()> {
-    let pod = bench.run(PodSpec::new("host").host_network()).await?;
-    ensure!(pod.is_ready().await?, "not ready");
-    ensure!(pod.ip().await?.is_empty(), "it has the address {}", pod.ip().await?);
-    let node = processes::namespace("self", "net")?;
-    let pause = processes::namespace(&pod.pause_pid().await?.to_string(), "net")?;
-    ensure!(pause == node, "the pause is in {pause}, the node's is {node}");
-    let container = pod.run(ContainerSpec::sleeping("main")).await?;
-    let inside = container.sh("readlink /proc/self/ns/net").await?;
-    ensure!(inside.trim() == node, "the container is in {inside}, the node's is {node}");
-    let hostname = std::fs::read_to_string("/proc/sys/kernel/hostname")?;
-    ensure!(
-        container.sh("hostname").await? == hostname,
-        "hostname is {}",
-        container.sh("hostname").await?
-    );
-    pod.remove().await
+    cases![both: pod_network, port_forward]
 }
 
 async fn pod_network(bench: Bench) -> Result<()> {
