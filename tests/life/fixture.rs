@@ -27,10 +27,6 @@ use tokio::sync::watch;
 
 #[derive(Debug, Default)]
 pub(crate) struct Orders {
-    pub(crate) fail_start: bool,
-    pub(crate) start_takes: Duration,
-    pub(crate) fail_cleanups: u32,
-    pub(crate) panic_in_cleanup: bool,
     /// The next cleanup lasts until the other end is dropped.
     pub(crate) hold_cleanup: Option<Receiver<()>>,
     pub(crate) cannot_tell: bool,
@@ -51,8 +47,6 @@ type HoldThaw = Arc<Mutex<Option<Receiver<()>>>>;
 pub(crate) struct Fake {
     pub(crate) orders: Mutex<Orders>,
     pub(crate) pauses: Mutex<HashMap<u32, watch::Sender<Option<Exit>>>>,
-    /// Whose they are.
-    pub(crate) ids: Mutex<HashMap<u32, String>>,
     pub(crate) next: AtomicU32,
     pub(crate) cleanups: AtomicU32,
     pub(crate) panic_in_kill: Arc<AtomicBool>,
@@ -69,10 +63,9 @@ pub(crate) struct FakePause {
 
 impl Fake {
     /// Makes a pause; its process id.
-    pub(crate) fn make(&self, id: &str) -> u32 {
+    fn make(&self) -> u32 {
         let pid = 1000 + self.next.fetch_add(1, Ordering::SeqCst);
         self.pauses.lock().unwrap().insert(pid, watch::channel(None).0);
-        self.ids.lock().unwrap().insert(pid, id.to_owned());
         pid
     }
 
@@ -81,11 +74,6 @@ impl Fake {
         let panic_in_kill = self.panic_in_kill.clone();
         let hold_thaw = self.hold_thaw.clone();
         Some(FakePause { identity: identity(pid), end, panic_in_kill, hold_thaw })
-    }
-
-    pub(crate) fn end(&self, pid: u32, status: u32) {
-        let end = self.pauses.lock().unwrap().remove(&pid).unwrap();
-        end.send_replace(Some(Exit { status, at: SystemTime::now() }));
     }
 
     pub(crate) fn alive(&self) -> usize {
@@ -103,18 +91,8 @@ pub(crate) fn identity(pid: u32) -> Identity {
 }
 
 impl Driver for Fake {
-    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, StepError> {
-        let orders = self.orders.lock().unwrap();
-        std::thread::sleep(orders.start_takes);
-        if orders.fail_start {
-            return Err(StepError::at(
-                "clone",
-                "/on/order",
-                std::io::Error::from_raw_os_error(libc::EAGAIN),
-            ));
-        }
-        drop(orders);
-        Ok(Box::new(self.pause(self.make(&plan.id)).unwrap()))
+    fn start(&self, _plan: &Plan) -> Result<Box<dyn Process>, StepError> {
+        Ok(Box::new(self.pause(self.make()).unwrap()))
     }
 
     fn adopt(&self, _site: &CgroupRef, identity: &Identity) -> Adoption {
@@ -140,28 +118,10 @@ impl Driver for Fake {
         if let Some(held) = held {
             let _ = held.recv();
         }
-        let mut orders = self.orders.lock().unwrap();
-        if orders.panic_in_cleanup {
-            orders.panic_in_cleanup = false;
-            drop(orders);
-            panic!("on order");
-        }
-        if orders.fail_cleanups > 0 {
-            orders.fail_cleanups -= 1;
-            return Err(vec![StepError::at(
-                "remove cgroup",
-                "/a/b",
-                std::io::Error::from_raw_os_error(libc::EBUSY),
-            )]);
-        }
         Ok(())
     }
 
-    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
-        let ids = self.ids.lock().unwrap();
-        let strays: Vec<u32> =
-            ids.iter().filter(|(_, id)| !recorded(id)).map(|(pid, _)| *pid).collect();
-        strays.iter().filter_map(|pid| self.pause(*pid)).for_each(|pause| pause.kill().unwrap());
+    fn kill_orphans(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         Ok(())
     }
 }
@@ -261,11 +221,6 @@ impl Drop for Node {
 }
 
 pub(crate) fn request(id: &str) -> CreateRequest {
-    request_with(id, |_| {})
-}
-
-/// A request with a changed config.
-pub(crate) fn request_with(id: &str, change: impl FnOnce(&mut PodSandboxConfig)) -> CreateRequest {
     let namespaces = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
     let security = LinuxSandboxSecurityContext {
         namespace_options: Some(namespaces).into(),
@@ -273,8 +228,7 @@ pub(crate) fn request_with(id: &str, change: impl FnOnce(&mut PodSandboxConfig))
     };
     let linux =
         LinuxPodSandboxConfig { security_context: Some(security).into(), ..Default::default() };
-    let mut config = PodSandboxConfig { linux: Some(linux).into(), ..Default::default() };
-    change(&mut config);
+    let config = PodSandboxConfig { linux: Some(linux).into(), ..Default::default() };
     CreateRequest {
         id: id.into(),
         options: Some(any(CONFIG_TYPE, config.write_to_bytes().unwrap())),

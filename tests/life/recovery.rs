@@ -10,62 +10,7 @@ use pause_sandboxer::controller::{Controller, SandboxService};
 use pause_sandboxer::podsandbox::{Environment, Error};
 use tokio::runtime::Builder;
 
-use crate::fixture::{Node, own, request, soon};
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
-    let node = Node::new();
-    let controller = node.controller().await;
-    for id in ["alive", "dead", "stopped", "created"] {
-        controller.create(request(id)).await.unwrap();
-    }
-    let alive = controller.start("alive").await.unwrap();
-    let dead = controller.start("dead").await.unwrap();
-    controller.start("stopped").await.unwrap();
-    controller.stop("stopped").await.unwrap();
-    controller.drain().await;
-    assert!(matches!(controller.status("alive", false).await, Err(Error::Stopping { .. })));
-    drop(controller);
-    // It dies unwatched.
-    node.fake.pauses.lock().unwrap().remove(&dead.pid);
-
-    let cleanups = || node.fake.cleanups.load(Ordering::SeqCst);
-    let before = cleanups();
-
-    // On a runtime of its own: it ends as a killed daemon does, and its owners do not race with
-    // their successors.
-    let daemon = tokio::runtime::Runtime::new().unwrap();
-    let environment =
-        Arc::new(Environment::new(node.config(), node.fake.clone(), own(), None).unwrap());
-    let controller = daemon.spawn(Controller::open(environment)).await.unwrap().unwrap();
-    let status = controller.status("alive", false).await.unwrap();
-    assert_eq!(
-        (status.pid, status.state, status.created_at),
-        (alive.pid, "SANDBOX_READY", alive.created_at)
-    );
-    assert_eq!(controller.wait("dead").await.unwrap().status, 255);
-    assert_eq!(controller.wait("stopped").await.unwrap().status, 137, "the exit is on record");
-    // The earlier daemon may have ended between an exit and its cleanup.
-    soon("both that have ended are cleaned up", async || (cleanups() >= before + 2).then_some(()))
-        .await;
-    controller.start("created").await.unwrap();
-    node.fake.end(alive.pid, 9);
-    assert_eq!(controller.wait("alive").await.unwrap().status, 9, "its exit is watched again");
-    drop(controller);
-    daemon.shutdown_background();
-
-    node.fake.orders.lock().unwrap().cannot_tell = true;
-    let controller = node.controller().await;
-    assert_eq!(listed(&controller).await["created"], "unknown");
-    assert!(controller.stop("created").await.unwrap_err().to_string().contains("os error 24"));
-    node.fake.orders.lock().unwrap().cannot_tell = false;
-    controller.stop("created").await.unwrap();
-    assert_eq!(controller.wait("created").await.unwrap().status, 137);
-    for id in ["alive", "dead", "stopped", "created"] {
-        controller.shutdown(id).await.unwrap();
-    }
-    assert_eq!(node.leftovers(), Vec::<String>::new());
-}
+use crate::fixture::{Node, own, request};
 
 /// The state of every sandbox, by its id.
 async fn listed(controller: &Controller) -> BTreeMap<String, &'static str> {
@@ -81,29 +26,6 @@ async fn restarted(node: &Node, before: impl FnOnce()) -> (Arc<Controller>, u32)
     drop(controller);
     before();
     (node.controller().await, pid)
-}
-
-/// containerd would keep the answer until its next start.
-///
-/// Promise: undecided_is_not_dead.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn status_of_an_unknown_pause_waits_until_it_is_found() {
-    let node = Node::new();
-    let (controller, pid) =
-        restarted(&node, || node.fake.orders.lock().unwrap().cannot_tell = true).await;
-    assert_eq!(listed(&controller).await["a"], "unknown");
-    let asked = tokio::spawn({
-        let controller = controller.clone();
-        async move { controller.status("a", false).await.unwrap() }
-    });
-    // It is looked for once more meanwhile.
-    tokio::time::sleep(Duration::from_millis(1500)).await;
-    assert!(!asked.is_finished());
-    node.fake.orders.lock().unwrap().cannot_tell = false;
-    let status = asked.await.unwrap();
-    assert_eq!((status.state, status.pid), ("SANDBOX_READY", pid));
-    controller.shutdown("a").await.unwrap();
-    assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
 #[tokio::test(start_paused = true)]
@@ -166,46 +88,6 @@ fn a_recovery_without_threads_quarantines_no_record() {
         controller.start("created").await.unwrap();
         controller.shutdown("created").await.unwrap();
     });
-    assert_eq!(node.leftovers(), Vec::<String>::new());
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_record_that_cannot_be_read_is_kept_and_its_id_stays_taken() {
-    let node = Node::new();
-    let controller = node.controller().await;
-    controller.create(request("newer")).await.unwrap();
-    drop(controller);
-    let record = node.dir.path().join("state/sandboxes/newer/record.json");
-    let text =
-        std::fs::read_to_string(&record).unwrap().replacen("\"version\":1", "\"version\":99", 1);
-    std::fs::write(&record, &text).unwrap();
-    std::fs::create_dir(node.dir.path().join("state/sandboxes/broken")).unwrap();
-    std::fs::write(node.dir.path().join("state/sandboxes/broken/record.json"), "{").unwrap();
-    std::fs::create_dir(node.dir.path().join("state/sandboxes/empty")).unwrap();
-
-    let controller = node.controller().await;
-    assert!(matches!(controller.create(request("newer")).await, Err(Error::AlreadyExists { .. })));
-    let error = controller.status("newer", false).await.unwrap_err().to_string();
-    assert!(error.contains("version 99"), "{error}");
-    let known = "sandbox newer: its record is quarantined: ";
-    assert!(error.starts_with(known), "{error}");
-    // On the wire it is UNAVAILABLE, so that containerd asks again.
-    assert!(matches!(controller.wait("newer").await, Err(Error::Quarantined { .. })));
-    assert!(controller.status("broken", false).await.is_err());
-    assert!(matches!(controller.status("empty", false).await, Err(Error::NotFound { .. })));
-    assert_eq!(std::fs::read_to_string(&record).unwrap(), text);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn recovery_undoes_an_interrupted_start() {
-    let node = Node::new();
-    let controller = node.controller().await;
-    controller.create(request("cut")).await.unwrap();
-    drop(controller);
-    // The first thing that a start makes.
-    std::fs::create_dir(node.dir.path().join("state/sandboxes/cut/shm")).unwrap();
-    let controller = node.controller().await;
-    assert!(matches!(controller.status("cut", false).await, Err(Error::NotFound { .. })));
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
