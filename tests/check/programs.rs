@@ -18,9 +18,6 @@ pub(crate) fn all() -> Vec<BrokenNode> {
         the_runtime_is_broken:
             "FAIL  OCI runtime: {top}/runc-broken --version: exit status: 1",
             "install it in a directory of that PATH, or set BinaryName", 1, NoContainer;
-        the_runtime_is_not_executable:
-            "FAIL  OCI runtime: {top}/runc-plain --version: Permission denied",
-            "install it in a directory of that PATH, or set BinaryName", 1, NoContainer;
         the_runtime_is_only_in_a_directory_that_containerd_does_not_search:
             "FAIL  OCI runtime: runc-elsewhere --version: No such file or directory",
             "install it in a directory of that PATH, or set BinaryName", 1, NoContainer;
@@ -53,12 +50,6 @@ async fn the_runtime_is_missing(bench: &mut Bench) -> Result<()> {
 async fn the_runtime_is_broken(bench: &mut Bench) -> Result<()> {
     let program = bench.node.layout().top.join("runc-broken");
     bench.script(&program, "exit 1")?;
-    with_runtime(bench, &program.display().to_string()).await
-}
-
-async fn the_runtime_is_not_executable(bench: &mut Bench) -> Result<()> {
-    let program = bench.node.layout().top.join("runc-plain");
-    fs::write(&program, "#!/bin/sh\n")?;
     with_runtime(bench, &program.display().to_string()).await
 }
 

@@ -28,7 +28,6 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         a_config_of_version_2,
         a_config_of_version_3,
         a_config_of_version_4,
-        a_config_with_imports,
         a_missing_import_is_refused,
         a_containerd_that_does_not_come_up_gets_its_files_back,
         pods_are_in_the_way_until_they_end,
@@ -127,27 +126,6 @@ async fn a_config_of_version_4(node: Arc<Node>) -> Result<()> {
     let before = etc.files();
     etc.run(&["enable"]).refused("config dump` fails")?;
     ensure!(etc.files() == before, "it has written");
-    Ok(())
-}
-
-/// Promise: enable_is_undone.
-async fn a_config_with_imports(node: Arc<Node>) -> Result<()> {
-    for (version, head) in
-        [(2, "imports = [\n  'other.toml', # one\n]\n"), (3, "imports = [\"conf.d/*.toml\"]\n")]
-    {
-        fs::write(node.layout().top.join("other.toml"), "oom_score = -5\n")?;
-        let _ = fs::remove_dir_all(node.layout().top.join("etc"));
-        // The kit's own file again.
-        let path = node.layout().containerd_config();
-        let own = path.with_extension("kit");
-        if own.exists() {
-            fs::remove_file(&path)?;
-            fs::copy(&own, &path)?;
-        } else {
-            fs::copy(&path, &own)?;
-        }
-        there_and_back(&Etc::new(node.clone(), version, head).await?).await?;
-    }
     Ok(())
 }
 

@@ -23,7 +23,6 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         an_added_handler_is_not_removed,
         a_missing_config_file_is_refused,
         an_older_containerd_is_refused_with_the_remedy,
-        an_invalid_value_is_an_invalid_command_line,
         a_file_that_the_running_containerd_does_not_use_is_refused,
         a_managed_file_is_reported,
         a_config_of_version_2_with_an_import_of_version_3,
@@ -190,20 +189,6 @@ async fn an_older_containerd_is_refused_with_the_remedy(node: Arc<Node>) -> Resu
          newer",
     )?;
     ensure!(etc.files() == before, "it has written: {said}");
-    Ok(())
-}
-
-async fn an_invalid_value_is_an_invalid_command_line(node: Arc<Node>) -> Result<()> {
-    let etc = Etc { node };
-    for words in [
-        &["enable", "--socket", "x"][..],
-        &["enable", "--containerd-address", "x"],
-        &["enable", "--metrics", "off"],
-        &["list", "--socket", "/x"],
-    ] {
-        let status = etc.command(words).output()?.status;
-        ensure!(status.code() == Some(2), "{words:?}: {status}");
-    }
     Ok(())
 }
 

@@ -21,7 +21,6 @@ mod check;
 mod daemon;
 mod operators;
 
-use check::check;
 use daemon::{Daemon, Scratch, program, run, stderr, stdout};
 
 #[test]
@@ -48,13 +47,21 @@ fn a_command_that_is_not_understood_is_a_usage_error() {
 
 #[test]
 fn an_invalid_value_of_an_option_is_a_usage_error() {
-    for (option, reason) in [
-        ("--state-dir=here", "invalid value 'here' for '--state-dir <PATH>': must be an absolute"),
-        ("--socket=/s.sock", "--socket: must be in a directory below /"),
-        ("--log-level=loud", "possible values: off, error, warn, info, debug, trace"),
+    for (command, option, reason) in [
+        (
+            "serve",
+            "--state-dir=here",
+            "invalid value 'here' for '--state-dir <PATH>': must be an absolute",
+        ),
+        ("serve", "--socket=/s.sock", "--socket: must be in a directory below /"),
+        ("serve", "--log-level=loud", "possible values: off, error, warn, info, debug, trace"),
+        ("enable", "--socket=x", "'--socket <PATH>'"),
+        ("enable", "--containerd-address=x", "'--containerd-address <PATH>'"),
+        ("enable", "--metrics=off", "--metrics"),
+        ("list", "--socket=/x", "--socket"),
     ] {
-        let output = run(&["serve", option]);
-        assert_eq!(output.status.code(), Some(2), "{option}");
+        let output = run(&[command, option]);
+        assert_eq!(output.status.code(), Some(2), "{command} {option}");
         assert!(stderr(&output).contains(reason), "{}", stderr(&output));
     }
 }
@@ -103,12 +110,16 @@ fn a_wrong_setting_is_named_with_its_place() {
 #[test]
 fn serve_comes_up_answers_and_ends() {
     let scratch = Scratch::new();
+    let check = || program().arg("check").args(scratch.flags()).output().unwrap();
+    let stopped = check();
+    assert_eq!(stopped.status.code(), Some(1), "without the daemon no pod can run");
+    assert!(!scratch.path("state").exists(), "check must change nothing");
     let mut daemon = Daemon::start(&scratch, &scratch.flags());
     daemon.noticed("READY=1");
     for name in ["run/s.sock", "run/s.sock.ttrpc"] {
         UnixStream::connect(scratch.path(name)).unwrap();
     }
-    let checked = check(&scratch, "mine");
+    let checked = check();
     assert!(stdout(&checked).contains("ok    daemon: answers on "), "{}", stdout(&checked));
     daemon.signal(Signal::SIGTERM);
     daemon.noticed("STOPPING=1");

@@ -379,13 +379,6 @@ mod tests {
     }
 
     #[test]
-    fn a_handler_that_is_defined_elsewhere_is_refused() {
-        let wanted = Enablement { handler: "nvidia".to_owned(), ..enablement() };
-        let error = plan(&wanted, "runc", None).unwrap_err();
-        assert!(error.contains("runtime handler \"nvidia\" is defined elsewhere"), "{error}");
-    }
-
-    #[test]
     fn a_handler_of_the_shim_has_the_built_in_controller() {
         let small = Mode::ShimOnly.handler().to_owned();
         let wanted = Enablement { mode: Mode::ShimOnly, handler: small, ..enablement() };
