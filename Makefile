@@ -234,7 +234,7 @@ test-kubernetes: $(HELM) ## pods of every kind in a cluster of its own; needs ro
 		tests/kit/lanes 1 $(CURDIR)/target/suites/kubernetes
 	cat target/suites/kubernetes/kubernetes.log
 
-fuzz-short: ## fuzz everything that the daemon decodes for 30 s, or FUZZ_SECONDS
+fuzz-short: ## fuzz what the daemon decodes of others for 30 s, or FUZZ_SECONDS
 	fuzz/run short
 
 fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md

@@ -2,7 +2,7 @@
 //! names.
 //!
 //! With `FUZZ_SEEDS` it writes the seeds of all targets to that directory instead, and prints the
-//! targets' names. Files are made in `FUZZ_SCRATCH`.
+//! targets' names.
 //!
 //! Promise: input_never_panics.
 #![no_main]
@@ -11,7 +11,7 @@ mod memory;
 mod service;
 mod targets;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
@@ -43,11 +43,6 @@ fn begin() {
     let target =
         TARGETS.iter().find(|target| target.name == name).expect("FUZZ_TARGET names a target");
     TARGET.set(target).ok().expect("it begins once");
-}
-
-/// Where targets make files.
-fn scratch() -> PathBuf {
-    std::env::var_os("FUZZ_SCRATCH").expect("FUZZ_SCRATCH names a directory").into()
 }
 
 fn write_seeds(directory: &Path) {

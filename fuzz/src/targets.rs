@@ -2,12 +2,10 @@
 //! nothing panics.
 
 mod calls;
-mod config;
 mod connection;
 mod create;
 mod grpc;
 mod proc;
-mod record;
 mod shim_calls;
 mod shim_files;
 mod shim_frames;
@@ -43,11 +41,9 @@ const PACKED: usize = 10_000_000 * size_of::<i64>();
 /// All of them.
 pub const TARGETS: &[Target] = &[
     Target { name: "calls", run: calls::run, seeds: calls::seeds, memory: 256, frame: 0 },
-    Target { name: "config", run: config::run, seeds: config::seeds, memory: 1024, frame: 0 },
     Target { name: "create", run: create::run, seeds: create::seeds, memory: 1024, frame: PACKED },
     Target { name: "grpc", run: grpc::run, seeds: grpc::seeds, memory: 1024, frame: 0 },
     Target { name: "proc", run: proc::run, seeds: proc::seeds, memory: 256, frame: 0 },
-    Target { name: "record", run: record::run, seeds: record::seeds, memory: 256, frame: 0 },
     Target {
         name: "shim_calls",
         run: shim_calls::run,

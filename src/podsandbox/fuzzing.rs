@@ -1,16 +1,15 @@
-//! Entry points of the fuzzer in `fuzz/`: the check of a Create, what is reported of a sandbox, and
-//! the record on disk.
+//! Entry points of the fuzzer in `fuzz/`: the check of a Create, and what is reported of a sandbox.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::actor::Published;
+use super::layout::Layout;
 use super::selinux::Selinux;
 use super::{CreateRequest, Error, Phase};
 use crate::config::Config;
 
-pub use super::layout::Layout;
-pub use super::record::{Record, RecordError, RecordStore, Stage, VERSION};
+pub use super::record::Record;
 pub use super::status::config_json;
 
 /// Checks a request on a node without SELinux.
