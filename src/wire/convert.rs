@@ -112,8 +112,6 @@ pub(super) fn metric(id: String, metric: Metric) -> ControllerMetricsResponse {
 
 #[cfg(test)]
 mod tests {
-    use protobuf::well_known_types::any::Any;
-
     use super::*;
 
     #[test]
@@ -126,51 +124,5 @@ mod tests {
         );
         assert_eq!(parts(UNIX_EPOCH - Duration::from_secs(2)), (-2, 0));
         assert_eq!(parts(UNIX_EPOCH - Duration::from_millis(1500)), (-2, 500_000_000));
-    }
-
-    #[test]
-    fn a_sandbox_keeps_runtime_labels_and_extensions() {
-        let blob = |url: &str, value: &str| Any {
-            type_url: url.into(),
-            value: value.into(),
-            ..Default::default()
-        };
-        let sandbox = types::Sandbox {
-            runtime: MessageField::some(types::sandbox::Runtime {
-                name: "io.containerd.runc.v2".into(),
-                options: MessageField::some(blob("o", "1")),
-                ..Default::default()
-            }),
-            labels: HashMap::from([("name".into(), "pod".into())]),
-            extensions: HashMap::from([("metadata".into(), blob("m", "{}"))]),
-            ..Default::default()
-        };
-        assert_eq!(
-            sandbox_info(sandbox),
-            SandboxInfo {
-                runtime_name: "io.containerd.runc.v2".into(),
-                runtime_options: Some(blob("o", "1")),
-                labels: BTreeMap::from([("name".into(), "pod".into())]),
-                extensions: BTreeMap::from([("metadata".into(), blob("m", "{}"))]),
-            }
-        );
-        assert_eq!(sandbox_info(types::Sandbox::default()), SandboxInfo::default());
-    }
-
-    #[test]
-    fn what_is_missing_stays_missing() {
-        let request =
-            create(ControllerCreateRequest { sandbox_id: "../x".into(), ..Default::default() });
-        assert_eq!((request.id.as_str(), request.options, request.sandbox), ("../x", None, None));
-        let report = StatusReport {
-            pid: 1,
-            state: "SANDBOX_READY",
-            info: BTreeMap::new(),
-            created_at: UNIX_EPOCH,
-            exited_at: None,
-            address: String::new(),
-            version: 0,
-        };
-        assert!(status("a".into(), report).exited_at.is_none());
     }
 }

@@ -183,17 +183,6 @@ mod tests {
         (dir, path)
     }
 
-    /// Promise: only_root_calls.
-    #[test]
-    fn a_bound_socket_has_mode_0600_and_answers() {
-        let (dir, path) = scratch();
-        let listener = bind(&path).unwrap();
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
-        let _client = net::UnixStream::connect(&path).unwrap();
-        listener.accept().unwrap();
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-    }
-
     #[test]
     fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
         let (_dir, path) = scratch();

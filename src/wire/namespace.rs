@@ -49,22 +49,3 @@ impl NamespaceFilter {
         Err(Status::new(code, text))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn another_namespace_is_refused_and_no_wait_is_ended_by_it() {
-        let namespace = NamespaceFilter::only("k8s.io");
-        for asked in [None, Some(""), Some("k8s.io")] {
-            assert_eq!(namespace.admits(asked, false), Ok(()));
-            assert_eq!(namespace.admits(asked, true), Ok(()));
-        }
-        let refused = namespace.admits(Some("moby"), false).unwrap_err();
-        assert_eq!(refused.code, Code::FAILED_PRECONDITION);
-        assert!(refused.message.contains("\"k8s.io\""), "{}", refused.message);
-        assert_eq!(namespace.admits(Some("moby"), true).unwrap_err().code, Code::UNAVAILABLE);
-        assert_eq!(NamespaceFilter::default().admits(Some("moby"), false), Ok(()));
-    }
-}
