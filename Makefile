@@ -6,7 +6,7 @@
 	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
 	releases test-shim-alone conformance test-kubernetes chart fuzz fuzz-short soak test-deb \
 	test-vm test-arm64 \
-	prepare tools bench bench-quick budget compare flame clean
+	prepare tools bench bench-quick budget compare clean
 
 CARGO ?= cargo
 # Of tools, in little time: unoptimised, without debug information, each crate that several need
@@ -284,9 +284,6 @@ compare: build ## both controllers in the bad hour, to docs/compare.md; hours; n
 			--test compare -- --pods $(PODS) "$$older" "$$parts" || exit 1; \
 	done
 	$(CARGO) test --locked --workspace --test compare -- --page $(COMPARE)
-
-flame: parts ## the time of a Start by system call; needs root
-	$(CARGO) bench --locked --bench bench -- profile
 
 clean: ## remove everything that was built and fetched
 	rm -rf target

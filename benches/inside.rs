@@ -1,8 +1,6 @@
 //! The daemon's own time for Start and Stop, without any socket: its controller in this process,
 //! beside the kernel's steps.
 
-use std::fs::File;
-use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -66,27 +64,6 @@ impl Inside {
             anyhow::Ok([created, started, stopped])
         });
         cycle.await?.context("a sandbox of the controller in this process")
-    }
-
-    /// The same, with Create and Start between two marks in some file.
-    pub(crate) async fn marked(
-        &self,
-        id: String,
-        netns_path: String,
-        mut marks: [(File, &'static str); 2],
-    ) -> Result<()> {
-        let request = self.request(&id, netns_path);
-        let controller = Arc::clone(&self.controller);
-        let cycle = tokio::spawn(async move {
-            marks[0].0.write_all(marks[0].1.as_bytes())?;
-            controller.create(request).await?;
-            controller.start(&id).await?;
-            marks[1].0.write_all(marks[1].1.as_bytes())?;
-            controller.stop(&id).await?;
-            controller.shutdown(&id).await?;
-            anyhow::Ok(())
-        });
-        cycle.await?
     }
 
     fn request(&self, id: &str, netns_path: String) -> CreateRequest {

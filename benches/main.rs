@@ -30,7 +30,6 @@ mod inside;
 mod kernel;
 mod netns;
 mod pods;
-mod profile;
 mod report;
 mod samples;
 mod scale;
@@ -90,14 +89,11 @@ fn main() -> Result<()> {
     match words.as_slice() {
         ["floor", socket] => runtime.block_on(floor::serve(PathBuf::from(socket))),
         ["budget", most] => runtime.block_on(budget::measure(most.parse()?)),
-        ["profile"] => runtime.block_on(profile::run()),
         [] => runtime.block_on(measure(FULL)),
         ["--quick"] => runtime.block_on(measure(QUICK)),
         // Some of the parts, for work on them; no report.
         ["--only", parts @ ..] => runtime.block_on(only(parts)),
-        other => {
-            bail!("unknown words {other:?}: nothing, --quick, --only PART..., budget or profile")
-        }
+        other => bail!("unknown words {other:?}: nothing, --quick, --only PART... or budget"),
     }
 }
 

@@ -267,14 +267,6 @@ impl Report {
         }
     }
 
-    /// The ratio of two 99th percentiles.
-    pub(crate) fn p99_ratio(&mut self, key: &str, above: &str, below: &str) {
-        if let (Some(above), Some(below)) = (self.p99.get(above), self.p99.get(below)) {
-            let ratio = above / below;
-            self.p99.insert(key.to_owned(), ratio);
-        }
-    }
-
     /// Those that take numbers of two parts.
     fn combine(&mut self) {
         self.ratio(
