@@ -5,70 +5,18 @@ use std::path::Path;
 use std::process::Command;
 
 use clap::CommandFactory as _;
-use pause_sandboxer::shim::own;
 use toml::Table;
 
 use super::file;
+use node::Node;
 
+mod node;
 mod other_installation;
 mod removal;
 mod shim;
-mod state_dir;
 
 #[path = "../../examples/package-files.rs"]
 mod package_files;
-
-#[test]
-fn every_packaged_file_exists() {
-    let manifest: Table = toml::from_str(&file("Cargo.toml")).unwrap();
-    let deb = &manifest["package"]["metadata"]["deb"];
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let generated = tempfile::tempdir().unwrap();
-    package_files::write(generated.path()).unwrap();
-    let pages = generated.path().join("pause-sandboxer-check.8");
-    assert!(pages.is_file(), "each command has its page");
-    let mut places = Vec::new();
-    for asset in deb["assets"].as_array().unwrap() {
-        let [source, target] = [0, 1].map(|index| asset[index].as_str().unwrap());
-        let name = source.rsplit('/').next().unwrap();
-        match source.strip_prefix("target/package/") {
-            Some("*.8") => {}
-            Some("config.toml") => {
-                assert!(file("packaging/debian/generate").contains(">config.toml\n"))
-            }
-            Some(shim @ own::NAME) => {
-                assert!(file("packaging/debian/generate").contains(&format!(" \"$2/{shim}\"\n")));
-                // The daemon looks for it beside its own program.
-                assert_eq!(target, "usr/bin/");
-            }
-            Some(written) => assert!(generated.path().join(written).is_file(), "{written}"),
-            None if source == "target/release/pause-sandboxer" => {}
-            None if name.contains('*') => {
-                assert!(root.join(source).parent().unwrap().is_dir(), "{source}")
-            }
-            None => assert!(root.join(source).is_file(), "{source}"),
-        }
-        places.push(if target.ends_with('/') {
-            format!("/{target}{name}")
-        } else {
-            format!("/{target}")
-        });
-    }
-    for program in ["/usr/bin/pause-sandboxer", "/usr/bin/pause-sandboxer-runc-shim"] {
-        assert!(places.iter().any(|place| place == program), "{program}");
-    }
-    for conf in deb["conf-files"].as_array().unwrap() {
-        assert!(places.iter().any(|place| place == conf.as_str().unwrap()), "{conf}");
-    }
-    for script in ["postinst", "prerm", "postrm"] {
-        let path = root.join(deb["maintainer-scripts"].as_str().unwrap()).join(script);
-        assert!(
-            Command::new("sh").arg("-n").arg(&path).status().unwrap().success(),
-            "{}",
-            path.display()
-        );
-    }
-}
 
 /// Every command and option is in the manual pages and in the completions of every shell.
 #[test]
@@ -140,21 +88,11 @@ fn the_changelog_has_the_format_of_debian() {
 /// Other packages print more of what matters.
 #[test]
 fn a_first_installation_says_what_is_next_in_one_line() {
-    let root = tempfile::tempdir().unwrap();
-    for name in ["deb-systemd-helper", "deb-systemd-invoke", "systemctl"] {
-        kit::write_program(root.path().join(name), b"#!/bin/sh\n").unwrap();
-    }
-    let place = |path: &str| format!("{}{path}", root.path().display());
-    fs::create_dir_all(place("/run/systemd/system")).unwrap();
+    let node = Node::new();
     for (path, word) in
         [("packaging/debian/scripts/postinst", "configure"), ("packaging/rpm/post-install", "1")]
     {
-        let script = ["/run/", "/etc/", "/usr/local/"]
-            .into_iter()
-            .fold(file(path), |script, part| script.replace(part, &place(part)));
-        let mut command = Command::new("sh");
-        command.args(["-c", &script, "script", word]).env("PATH", place(":/usr/bin:/bin"));
-        let said = String::from_utf8(command.output().unwrap().stdout).unwrap();
+        let said = node.said(path, &[word]);
         assert_eq!(said.lines().count(), 1, "{path}: {said}");
         assert!(said.contains("pause-sandboxer enable --restart"), "{path}: {said}");
     }
@@ -163,48 +101,33 @@ fn a_first_installation_says_what_is_next_in_one_line() {
 /// Programs and units of another installation count before those of the package.
 #[test]
 fn an_installation_warns_of_files_that_take_precedence() {
-    let root = tempfile::tempdir().unwrap();
-    let place = |path: &str| format!("{}{path}", root.path().display());
-    // The machine's own would change its units.
-    for name in ["deb-systemd-helper", "deb-systemd-invoke", "systemctl"] {
-        kit::write_program(root.path().join(name), b"#!/bin/sh\n").unwrap();
-    }
-    let installed = |path: &str, words: &[&str]| {
-        let script = ["/run/", "/etc/", "/usr/local/"]
-            .into_iter()
-            .fold(file(path), |script, part| script.replace(part, &place(part)));
-        let mut command = Command::new("sh");
-        command.args(["-c", &script, "script"]).args(words).env("PATH", place(":/usr/bin:/bin"));
-        let output = command.output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap()
-    };
-    let unit = place("/etc/systemd/system/pause-sandboxer.service");
-    let program = place("/usr/local/bin/pause-sandboxer");
-    for path in [&unit, &program] {
-        fs::create_dir_all(Path::new(path).parent().unwrap()).unwrap();
-    }
+    let node = Node::new();
+    let (unit, program) =
+        ("etc/systemd/system/pause-sandboxer.service", "usr/local/bin/pause-sandboxer");
     let scripts: [(&str, &[&str]); 3] = [
         ("packaging/debian/scripts/postinst", &["configure", ""]),
         ("packaging/debian/scripts/postinst", &["configure", "0.1.0-1"]),
         ("packaging/rpm/post-install", &["1"]),
     ];
     // The unit is masked.
-    std::os::unix::fs::symlink("/dev/null", &unit).unwrap();
+    node.write(unit, "");
+    fs::remove_file(node.at(unit)).unwrap();
+    std::os::unix::fs::symlink("/dev/null", node.at(unit)).unwrap();
     for (path, words) in scripts {
-        let said = installed(path, words);
+        let said = node.said(path, words);
         assert!(!said.contains("warning"), "{said}");
     }
-    fs::remove_file(&unit).unwrap();
-    for path in [&unit, &program] {
-        fs::write(path, "").unwrap();
+    fs::remove_file(node.at(unit)).unwrap();
+    for path in [unit, program] {
+        node.write(path, "");
     }
+    let command = format!("    rm {} {}\n", node.at(program).display(), node.at(unit).display());
     for (path, words) in scripts {
-        let said = installed(path, words);
-        assert!(said.contains(&format!("    rm {program} {unit}\n")), "{path}: {said}");
+        let said = node.said(path, words);
+        assert!(said.contains(&command), "{path}: {said}");
         assert!(said.contains("systemctl reenable pause-sandboxer.socket"), "{path}: {said}");
     }
-    assert_eq!(installed(scripts[0].0, &["abort-remove"]).matches("warning").count(), 0);
+    assert_eq!(node.said(scripts[0].0, &["abort-remove"]).matches("warning").count(), 0);
 }
 
 /// The units are found where the package puts the program.

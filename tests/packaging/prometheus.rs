@@ -79,14 +79,6 @@ fn named(expression: &str) -> Vec<(String, Vec<String>)> {
 
 /// Compares an expression with the exported series, and returns how many metrics it names.
 fn check(place: &str, expression: &str, exported: &BTreeMap<String, BTreeSet<String>>) -> usize {
-    let pairs = [('(', ')'), ('{', '}'), ('[', ']')];
-    for (open, close) in pairs {
-        assert_eq!(
-            expression.matches(open).count(),
-            expression.matches(close).count(),
-            "{place}: {expression}"
-        );
-    }
     let named = named(expression);
     for (name, labels) in &named {
         if PROMETHEUS_METRICS.contains(&&**name) {
@@ -183,11 +175,6 @@ fn promtool(arguments: &[&str]) {
     );
 }
 
-#[test]
-fn promtool_accepts_the_rules() {
-    promtool(&["check", "rules", "packaging/prometheus/alerts.yaml"]);
-}
-
 /// The queries become rules, with values for the variables of Grafana.
 #[test]
 fn promtool_accepts_the_queries_of_the_dashboard() {
@@ -241,23 +228,4 @@ fn each_alert_is_quiet_and_then_fires() {
     for series in tests.iter().flat_map(|test| list(&test["input_series"])) {
         check(ALERTS, series["series"].as_str().unwrap(), &exported);
     }
-}
-
-#[test]
-fn metric_names_are_read_from_expressions() {
-    let seen = |text: &str| {
-        named(text)
-            .into_iter()
-            .map(|(name, labels)| format!("{name}[{}]", labels.join(",")))
-            .collect::<Vec<_>>()
-    };
-    assert_eq!(
-        seen(
-            "sum by (le) (rate(pause_sandboxer_x_bucket{method=\"Start\",instance=\
-             ~\"$node\"}[5m])) \
-             > 0 and up{job=\"a\"} == 0"
-        ),
-        ["pause_sandboxer_x_bucket[method,instance]", "up[job]"]
-    );
-    assert_eq!(seen("process_x / process_y"), ["process_x[]", "process_y[]"]);
 }

@@ -1,5 +1,4 @@
-//! The files of a release beside the packages: the installer's image, the RPM package's list of
-//! files, and one version everywhere.
+//! The files of a release beside the packages: the installer's image, and one version everywhere.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -135,37 +134,6 @@ fn the_image_has_what_the_scripts_need() {
     }
     for program in ["/pause-sandboxer ", "/pause-sandboxer-runc-shim "] {
         assert!(image.contains(&format!("target/programs/\"$1\"{program}")), "{program}");
-    }
-}
-
-/// The RPM package has the Debian package's files, as a node of its distributions wants them.
-#[test]
-fn the_rpm_package_lists_every_file_of_the_debian_package() {
-    let root = tempfile::tempdir().unwrap();
-    for (path, to, key) in [
-        ("etc/pause-sandboxer/config.toml", "/etc/pause-sandboxer/config.toml", "config"),
-        ("usr/bin/pause-sandboxer", "/usr/bin/pause-sandboxer", ""),
-        ("usr/share/doc/x/README.md", "/usr/share/doc/x/README.md", "doc"),
-        ("usr/share/zsh/vendor-completions/_x", "/usr/share/zsh/site-functions/_x", ""),
-    ] {
-        let at = root.path().join(path);
-        fs::create_dir_all(at.parent().unwrap()).unwrap();
-        fs::write(&at, "").unwrap();
-        let output = script("packaging/rpm/files", &[root.path()]);
-        let text = String::from_utf8(output.stdout).unwrap();
-        let table: toml::Table = toml::from_str(&text).unwrap();
-        let assets = table["assets"].as_array().unwrap();
-        let asset = assets.iter().find(|asset| asset["dest"].as_str() == Some(to)).unwrap();
-        assert_eq!(asset["source"].as_str(), at.to_str());
-        for kind in ["config", "doc"] {
-            assert_eq!(asset.get(kind).is_some(), kind == key, "{path}: {kind}");
-        }
-    }
-    let manifest: toml::Table = toml::from_str(&file("Cargo.toml")).unwrap();
-    let rpm = &manifest["package"]["metadata"]["generate-rpm"];
-    for name in ["post_install_script", "pre_uninstall_script", "post_uninstall_script"] {
-        let path = Path::new(ROOT).join(rpm[name].as_str().unwrap());
-        assert!(Command::new("sh").arg("-n").arg(path).status().unwrap().success(), "{name}");
     }
 }
 

@@ -2,9 +2,9 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::process::{Command, Output};
 
+use super::node::Node;
 use crate::file;
 
 /// The words of a removal: dpkg's and rpm's.
@@ -13,31 +13,15 @@ const REMOVALS: [&str; 2] = ["remove", "0"];
 /// A file of the node that forces the removal.
 const FORCE: &str = "run/pause-sandboxer.force-remove";
 
-/// Runs the script before a removal on a node below `root`, whose `pause-sandboxer disable --check`
-/// does what the shell makes of `answer`. Commands that change units are written to `asked`.
-fn before_removal(root: &Path, answer: &str, word: &str) -> Output {
-    let at = root.display();
-    let stub = format!("#!/bin/sh\n[ \"$*\" = 'disable --check' ] || exit 9\n{answer}\n");
-    kit::write_program(root.join("pause-sandboxer"), stub.as_bytes()).unwrap();
-    let units = format!("#!/bin/sh\necho \"${{0##*/}} $*\" >>{at}/asked\n");
-    for name in ["deb-systemd-invoke", "systemctl"] {
-        kit::write_program(root.join(name), units.as_bytes()).unwrap();
-    }
-    fs::create_dir_all(root.join("run/systemd/system")).unwrap();
-    let _ = fs::remove_file(root.join("asked"));
-    let script = ["/run/", "/etc/", "/usr/local/"]
-        .into_iter()
-        .fold(file("packaging/debian/scripts/prerm"), |script, part| {
-            script.replace(part, &format!("{at}{part}"))
-        });
-    let mut command = Command::new("sh");
-    command.args(["-c", &script, "prerm", word]).env("PATH", format!("{at}:/usr/bin:/bin"));
-    command.output().unwrap()
-}
+const PRERM: &str = "packaging/debian/scripts/prerm";
+const POSTRM: &str = "packaging/debian/scripts/postrm";
 
-/// What `before_removal` has changed of the units.
-fn asked(root: &Path) -> String {
-    fs::read_to_string(root.join("asked")).unwrap_or_default()
+/// Runs the script before a removal on a node whose `pause-sandboxer disable --check` does what the
+/// shell makes of `answer`.
+fn before_removal(node: &Node, answer: &str, word: &str) -> Output {
+    let stub = format!("#!/bin/sh\n[ \"$*\" = 'disable --check' ] || exit 9\n{answer}\n");
+    node.program("pause-sandboxer", &stub);
+    node.run(PRERM, &[word])
 }
 
 /// Answers of `disable --check` for which the package stays, and what the script says of each.
@@ -57,42 +41,41 @@ const NEEDS: [(&str, &str); 7] = [
 /// Promise: removal_waits_for_pods.
 #[test]
 fn a_removal_is_refused_while_the_node_needs_the_sandboxer() {
-    let root = tempfile::tempdir().unwrap();
+    let node = Node::new();
     for word in REMOVALS {
         for (answer, said) in NEEDS {
-            let output = before_removal(root.path(), answer, word);
+            let output = before_removal(&node, answer, word);
             let text = String::from_utf8(output.stdout).unwrap();
             assert_eq!(output.status.code(), Some(1), "{word} {answer}: {text}");
             assert!(text.contains("not removed") && text.contains(said), "{answer}: {text}");
             assert!(text.contains("pause-sandboxer disable --wait --restart\n"), "{text}");
-            assert!(text.contains(&format!("touch {}/{FORCE}\n", root.path().display())), "{text}");
-            assert_eq!(asked(root.path()), "", "{word} {answer}: the daemon runs on");
+            assert!(text.contains(&format!("touch {}\n", node.at(FORCE).display())), "{text}");
+            assert_eq!(node.asked(), "", "{word} {answer}: the daemon runs on");
         }
-        let output = before_removal(root.path(), "exit 0", word);
+        let output = before_removal(&node, "exit 0", word);
         assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
-        assert!(asked(root.path()).contains("pause-sandboxer.service"), "the daemon is stopped");
+        assert!(node.asked().contains("pause-sandboxer.service"), "the daemon is stopped");
     }
 }
 
 #[test]
 fn a_forced_removal_says_what_is_lost_and_forces_no_later_one() {
-    let root = tempfile::tempdir().unwrap();
-    let force = root.path().join(FORCE);
+    let node = Node::new();
+    let force = node.at(FORCE);
     for word in REMOVALS {
         for (answer, said) in NEEDS {
-            fs::create_dir_all(force.parent().unwrap()).unwrap();
-            fs::write(&force, "").unwrap();
-            let output = before_removal(root.path(), answer, word);
+            node.write(FORCE, "");
+            let output = before_removal(&node, answer, word);
             let text = String::from_utf8(output.stdout).unwrap();
             assert!(output.status.success(), "{answer}: {text}");
             assert!(text.contains("removed by force") && text.contains(said), "{answer}: {text}");
             assert!(text.contains("containerd cannot start\n"), "{text}");
-            assert!(asked(root.path()).contains("pause-sandboxer.service"), "{word} {answer}");
+            assert!(node.asked().contains("pause-sandboxer.service"), "{word} {answer}");
             assert!(!force.exists(), "{word} {answer}");
         }
     }
     fs::write(&force, "").unwrap();
-    let output = before_removal(root.path(), "exit 0", "remove");
+    let output = before_removal(&node, "exit 0", "remove");
     assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
     assert!(!force.exists(), "the next package would be removed by force");
 }
@@ -100,12 +83,12 @@ fn a_forced_removal_says_what_is_lost_and_forces_no_later_one() {
 /// Also one of a node that needs the sandboxer, or cannot say so.
 #[test]
 fn an_upgrade_is_never_refused() {
-    let root = tempfile::tempdir().unwrap();
+    let node = Node::new();
     for word in ["upgrade", "failed-upgrade", "deconfigure", "1"] {
         for (answer, _) in NEEDS {
-            let output = before_removal(root.path(), answer, word);
+            let output = before_removal(&node, answer, word);
             assert!(output.status.success() && output.stdout.is_empty(), "{word}: {output:?}");
-            assert_eq!(asked(root.path()), "", "{word}: the daemon runs on");
+            assert_eq!(node.asked(), "", "{word}: the daemon runs on");
         }
     }
 }
@@ -116,11 +99,8 @@ fn a_removal_deletes_the_run_directory_unless_pods_have_records() {
     if kit::skip_without_root() {
         return;
     }
-    let root = tempfile::tempdir().unwrap();
-    let run = root.path().join("run/pause-sandboxer");
-    let script = file("packaging/debian/scripts/postrm")
-        .replace("/run/", &format!("{}/run/", root.path().display()))
-        .replace("/usr/bin/deb-systemd-helper", "/nowhere");
+    let node = Node::new();
+    let run = node.at("run/pause-sandboxer");
     for (word, record, left) in [
         ("remove", true, true),
         ("upgrade", false, true),
@@ -131,8 +111,7 @@ fn a_removal_deletes_the_run_directory_unless_pods_have_records() {
         let _ = fs::remove_dir_all(&run);
         fs::create_dir_all(if record { sandboxes.join("abc") } else { sandboxes }).unwrap();
         fs::write(run.join("lock"), "1").unwrap();
-        let output = Command::new("sh").args(["-c", &script, "postrm", word]).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
+        node.said(POSTRM, &[word]);
         assert_eq!(run.exists(), left, "{word}");
     }
     // A daemon that was killed leaves the directory of its records mounted.
@@ -142,41 +121,51 @@ fn a_removal_deletes_the_run_directory_unless_pods_have_records() {
         run.join("sandboxes").display()
     );
     let mut command = Command::new("unshare");
-    let output = command.args(["--mount", "sh", "-c", &mounted, "sh", &script]).output().unwrap();
+    command.args(["--mount", "sh", "-c", &mounted, "sh", &node.script(POSTRM)]);
+    let programs = format!("{}:{}", node.at("").display(), std::env::var("PATH").unwrap());
+    let output = command.env("PATH", programs).output().unwrap();
     assert!(output.status.success() && !run.exists(), "{output:?}");
+}
+
+/// The note of the daemon lets a later daemon refuse another directory.
+#[test]
+fn a_removal_keeps_the_note_of_another_directory_with_records() {
+    let node = Node::new();
+    for word in ["remove", "purge", "0"] {
+        fs::create_dir_all(node.at("state/sandboxes/abc")).unwrap();
+        fs::create_dir_all(node.at("run/pause-sandboxer/sandboxes")).unwrap();
+        let note = "run/pause-sandboxer/pause-sandboxer.sock.state";
+        // The daemon writes it without a newline.
+        node.write(note, node.at("state").to_str().unwrap());
+        node.said(POSTRM, &[word]);
+        assert!(node.at(note).exists(), "{word}");
+        fs::remove_dir(node.at("state/sandboxes/abc")).unwrap();
+        node.said(POSTRM, &[word]);
+        assert!(!node.at("run/pause-sandboxer").exists(), "{word}");
+    }
 }
 
 /// `enable` writes settings beside the packaged file, which dpkg deletes.
 #[test]
 fn a_purge_deletes_the_settings_and_nothing_else() {
-    let root = tempfile::tempdir().unwrap();
-    let etc = root.path().join("etc");
-    let script = file("packaging/debian/scripts/postrm")
-        .replace("/run/", &format!("{}/run/", root.path().display()))
-        .replace("/etc/", &format!("{}/etc/", root.path().display()))
-        .replace("/usr/bin/deb-systemd-helper", "/nowhere");
-    let after = |word: &str| {
-        let output = Command::new("sh").args(["-c", &script, "postrm", word]).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-    };
+    let node = Node::new();
+    let etc = node.at("etc");
     let others = ["containerd/config.toml", "containerd/conf.d/pause-sandboxer.toml", "other"];
     let own = ["pause-sandboxer/adopted.toml", "pause-sandboxer/dir/file"];
     for path in others.iter().chain(&own) {
-        fs::create_dir_all(etc.join(path).parent().unwrap()).unwrap();
-        fs::write(etc.join(path), "").unwrap();
+        node.write(&format!("etc/{path}"), "");
     }
     for word in ["remove", "upgrade", "0"] {
-        after(word);
+        node.said(POSTRM, &[word]);
         assert!(own.iter().all(|path| etc.join(path).exists()), "{word}");
     }
-    after("purge");
+    node.said(POSTRM, &["purge"]);
     assert!(!etc.join("pause-sandboxer").exists());
     // Of a directory that is elsewhere only the link.
-    let elsewhere = root.path().join("elsewhere");
-    fs::create_dir(&elsewhere).unwrap();
-    fs::write(elsewhere.join("config.toml"), "").unwrap();
+    let elsewhere = node.at("elsewhere");
+    node.write("elsewhere/config.toml", "");
     symlink(&elsewhere, etc.join("pause-sandboxer")).unwrap();
-    after("purge");
+    node.said(POSTRM, &["purge"]);
     assert!(elsewhere.join("config.toml").exists() && !etc.join("pause-sandboxer").is_symlink());
     assert!(others.iter().all(|path| etc.join(path).exists()));
 }
