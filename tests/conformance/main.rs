@@ -88,7 +88,6 @@ async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
         // The first pod makes what stays, such as the bridge.
         let own = (handler == ALONE).then_some(shim.as_path());
         crictl::session(&directory.join("crictl"), &node, handler, own)
-            .await
             .with_context(|| format!("crictl with {handler}"))?;
         let before = node.snapshot()?;
         let mut outcomes = critest.run(&node, handler, focus).await?;
