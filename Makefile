@@ -133,7 +133,7 @@ parity: parts ## compare each field of pods with containerd's built-in controlle
 	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
 		$(CARGO) test --locked --workspace --test parity
 
-test: parts unit demo releases fuzz-short ## unit tests, real pods, short fuzzing; needs root and Go
+test: parts unit demo fuzz-short ## unit tests, real pods, short fuzzing; needs root and Go
 
 # The kit's skip() lists the tests that are skipped.
 test-unprivileged: ## what any user can run; counts the tests that need root as skipped
@@ -187,14 +187,14 @@ parts: ## fetch Debian's containerd for the tests; installs packages that the ma
 	packaging/prometheus/fetch-promtool target/tools/bin
 
 unit: ## all tests of the workspace, with containerd's long-term release; needs root and Go
-	MEANWHILE='for release in $(RELEASES); do tests/kit/fetch-release $$release; done' \
-		tests/kit/suites all $(LTS)
+	tests/kit/suites all $(LTS)
 
 lts: ## the suites with containerd's long-term release; needs root and Go
 	tests/kit/suites whole $(LTS)
 
-releases: ## the short suite with other releases of containerd; needs root and Go
+releases: ## the short suite with other containerd releases, and fuse-overlayfs; needs root and Go
 	tests/kit/suites short $(RELEASES)
+	tests/kit/suites fuse $(LTS)
 
 # CHURN_CONTAINERS=1000 is a longer run of the random kills.
 test-shim-alone: ## the pods' shim without the daemon: CRI, ctr, Docker, nerdctl; needs root and Go
@@ -202,7 +202,8 @@ test-shim-alone: ## the pods' shim without the daemon: CRI, ctr, Docker, nerdctl
 		tests/kit/suites alone $(ALONE)
 
 # `make test MEANWHILE='make prepare'` does it while tests wait.
-prepare: ## fetch and build what `check`, `conformance` and `test-node` need; needs root and Go
+prepare: ## fetch and build what the other commands of CI need; needs root and Go
+	for release in $(RELEASES); do tests/kit/fetch-release $$release >/dev/null || exit 1; done
 	tests/kit/fetch-conformance $(CRI_TOOLS)
 	tests/vm/build-image
 	$(MAKE) $(DEB) $(RPM) tools
