@@ -10,9 +10,9 @@ use anyhow::Result;
 use kit::controller::any;
 use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, StartResponse,
-    StatusReport,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
 };
+use pause_sandboxer::protos::inspect;
 use pause_sandboxer::wire::{Server, bind};
 use tokio::sync::watch;
 
@@ -108,11 +108,7 @@ impl SandboxService for Floor {
         self.find(id).map(drop)
     }
 
-    async fn list(&self, _: &str, _: usize, _: bool) -> Result<(Vec<SandboxSummary>, bool), Error> {
+    async fn list(&self, _: &str, _: usize) -> Result<(Vec<inspect::Sandbox>, bool), Error> {
         Ok((Vec::new(), false))
-    }
-
-    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
-        Err(Error::NotFound { id: id.to_owned() })
     }
 }

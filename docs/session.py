@@ -19,7 +19,7 @@ SCENES = [
     ("Run a test pod", "run a test pod", [("pause-sandboxer selftest", 12)]),
     ("Run a pod", "run a pod", [
         ("crictl runp --runtime runc-pause", 1), ("crictl create", 1), ("crictl start", 1),
-        ("pause-sandboxer list", 2), ("pause-sandboxer stats", 3)]),
+        ("pause-sandboxer list", 2)]),
     ("Restart both daemons", "restart both daemons: the pod keeps running", [
         ("systemctl restart pause-sandboxer.service", 0), ("systemctl restart containerd", 0),
         ("pause-sandboxer list", 2), ("crictl create", 1), ("crictl start", 1)]),

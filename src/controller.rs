@@ -13,9 +13,10 @@ use crate::id::SandboxId;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
     self, CreateRequest, END_TIMEOUT, Environment, Error, Exit, Metric, Phase, Platform, Sandbox,
-    SandboxInfo, SandboxSummary, StartResponse, StatusReport, UNKNOWN_TIMEOUT,
+    SandboxInfo, StartResponse, StatusReport, UNKNOWN_TIMEOUT,
 };
 use crate::pool::{self, Class};
+use crate::protos::inspect;
 use crate::telemetry::{Census, Telemetry};
 use futures::future::Either;
 use registry::{Reserved, SandboxRegistry, Slot};
@@ -99,12 +100,10 @@ impl Controller {
     /// The state of every sandbox. Blocks: reads `/proc`.
     pub fn census(&self) -> Census {
         let live = self.live();
-        let lines: Vec<SandboxSummary> =
-            live.iter().map(|sandbox| sandbox.summary(false)).collect();
         Census {
             shim_memory: live.iter().filter_map(|sandbox| sandbox.shim_memory()).sum(),
-            cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),
-            sandboxes: lines.iter().map(|line| line.state).collect(),
+            cleanups_pending: live.iter().filter(|one| one.failed_cleanups() > 0).count(),
+            sandboxes: live.iter().map(|sandbox| sandbox.phase().name()).collect(),
             states: Phase::ALL.iter().map(|phase| phase.name()).collect(),
         }
     }
@@ -240,12 +239,7 @@ impl SandboxService for Controller {
         self.sandbox(id)?.update(info, fields).await
     }
 
-    async fn list(
-        &self,
-        after: &str,
-        most: usize,
-        usage: bool,
-    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
+    async fn list(&self, after: &str, most: usize) -> Result<(Vec<inspect::Sandbox>, bool), Error> {
         let mut slots: Vec<(SandboxId, Slot)> = {
             let slots = self.sandboxes.slots.lock();
             let behind = slots.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
@@ -258,8 +252,8 @@ impl SandboxService for Controller {
         slots.truncate(most);
         let lines = move || {
             let line = |(id, slot): &(SandboxId, Slot)| match slot {
-                Slot::Live(sandbox) => Some(sandbox.summary(usage)),
-                Slot::Quarantined(why) => Some(SandboxSummary::quarantined(id, &why.reason)),
+                Slot::Live(sandbox) => Some(sandbox.summary()),
+                Slot::Quarantined(why) => Some(podsandbox::quarantined(id, &why.reason)),
                 Slot::Reserved => None,
             };
             slots.iter().filter_map(line).collect()
@@ -268,23 +262,5 @@ impl SandboxService for Controller {
         let failed =
             |e: StepError| Error::Failed { id: String::new(), rpc: "list", steps: e.into() };
         Ok((lines.map_err(failed)?, more))
-    }
-
-    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
-        self.check(id)?;
-        let slot = self.sandboxes.slots.lock().get(id).cloned();
-        match slot {
-            Some(Slot::Live(sandbox)) => {
-                pool::run(Class::Query, move || sandbox.inspect()).await.map_err(|e| Error::Fault {
-                    id: id.to_owned(),
-                    rpc: "inspect",
-                    reason: e.to_string(),
-                })
-            }
-            Some(Slot::Quarantined(why)) => {
-                Ok(SandboxSummary::quarantined(id, &why.reason).to_json())
-            }
-            Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
-        }
     }
 }

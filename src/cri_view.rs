@@ -32,9 +32,9 @@ pub async fn count(controller: Arc<Controller>, containerd: &Path, interval: Dur
         pods.retain(|pod| pod.state.enum_value() == Ok(SANDBOX_NOTREADY));
         let not_ready: BTreeSet<&str> = pods.iter().map(|pod| pod.id.as_str()).collect();
         let live = controller.live();
-        let runs = live.iter().filter(|sandbox| {
-            not_ready.contains(sandbox.id()) && sandbox.summary(false).state == Phase::Ready.name()
-        });
+        let runs = live
+            .iter()
+            .filter(|sandbox| not_ready.contains(sandbox.id()) && sandbox.phase() == Phase::Ready);
         let number = runs.count().try_into().unwrap_or(i64::MAX);
         controller.telemetry().not_ready_in_cri.set(number);
     }

@@ -9,8 +9,7 @@ use std::time::{Duration, SystemTime};
 use clap::Parser as _;
 use node::check::{self, DaemonFindings, Level};
 use pause_sandboxer::cli::{
-    self, Cli, Command, ConfigCommand, DOWN, Format, NEEDED, ServeOptions, SettingsSource, WARNED,
-    colour, table,
+    self, Cli, Command, ConfigCommand, DOWN, Format, NEEDED, ServeOptions, WARNED, colour, table,
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
@@ -92,24 +91,12 @@ fn block_on(
 async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
         Command::Serve(options) => return serve(&options),
-        Command::List { output: Format::Json, settings, .. }
-        | Command::Stats { output: Format::Json, settings, .. } => {
-            let all = Client::connect(&settings.load()?).await?.list(true).await?;
-            print(&pretty(&table::list_json(&all)))?;
-        }
-        Command::List { settings, .. } => {
-            let all = Client::connect(&settings.load()?).await?.list(true).await?;
-            print(&coloured(table::list(&all, SystemTime::now()), colour::states))?;
-        }
-        Command::Inspect { id, output, settings } => {
-            let report = Client::connect(&settings.load()?).await?.inspect(&id).await?;
+        Command::List { output, settings } => {
+            let all = Client::connect(&settings.load()?).await?.list().await?;
             print(&match output {
-                Format::Json => pretty(&report),
-                Format::Text => table::report(&report),
+                Format::Json => pretty(&table::list_json(&all)),
+                Format::Text => coloured(table::list(&all, SystemTime::now()), colour::states),
             })?;
-        }
-        Command::Stats { once, interval, settings, .. } => {
-            stats(once, interval, &settings).await?;
         }
         Command::Check(options) => return check(&options).await,
         Command::Enable(options) => enable(&options).await?,
@@ -221,23 +208,6 @@ async fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> 
     let report = selftest::run(&wanted, &mut say).await.map_err(|e| e.to_string())?;
     print(&report.table)?;
     report.failed.map_or(Ok(()), |failed| Err(failed.to_string().into()))
-}
-
-/// Shows the resource usage of the pods, until interrupted or once.
-async fn stats(once: bool, interval: u32, settings: &SettingsSource) -> Result<(), CommandFailure> {
-    let once = once || !io::stdout().is_terminal();
-    let client = Client::connect(&settings.load()?).await?;
-    let mut stats = table::Stats::default();
-    loop {
-        let shown = stats.next(&client.list(true).await?, SystemTime::now());
-        if once {
-            return Ok(print(&shown)?);
-        }
-        // Moves to the upper left corner and erases each old line just before it is rewritten,
-        // which avoids flicker (ECMA-48 CUP, EL, ED).
-        print(&format!("\x1b[H{}\x1b[J", shown.replace('\n', "\x1b[K\n")))?;
-        tokio::time::sleep(Duration::from_secs(interval.into())).await;
-    }
 }
 
 fn write_image(file: Option<&Path>) -> Result<(), String> {

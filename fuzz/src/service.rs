@@ -8,9 +8,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, StartResponse,
-    StatusReport,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
+    quarantined,
 };
+use pause_sandboxer::protos::inspect;
 use protobuf::well_known_types::any::Any;
 
 /// How long the Wait of an id that begins with `w` is pending.
@@ -141,19 +142,9 @@ impl SandboxService for Fake {
         result
     }
 
-    async fn list(
-        &self,
-        after: &str,
-        most: usize,
-        _: bool,
-    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
+    async fn list(&self, after: &str, most: usize) -> Result<(Vec<inspect::Sandbox>, bool), Error> {
         self.asked(after)?;
         assert!(most > 0);
-        Ok((vec![SandboxSummary::quarantined(after, "never was")], true))
-    }
-
-    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
-        self.asked(id)?;
-        Ok(serde_json::json!({ "id": id }))
+        Ok((vec![quarantined(after, "never was")], true))
     }
 }

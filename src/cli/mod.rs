@@ -22,7 +22,7 @@ Exit status:
   0  success
   1  failure, with the reason on standard error; check: pods cannot run
   2  invalid command line
-  3  list, inspect, stats: the daemon cannot be reached
+  3  list: the daemon cannot be reached
   4  check --strict: pods can run, but there are warnings
   75 disable --check: pods need the sandboxer, or new ones would";
 
@@ -45,33 +45,6 @@ pub enum Command {
         /// Output format
         #[arg(short, long, default_value = "text")]
         output: Format,
-        /// Where the daemon is.
-        #[command(flatten)]
-        settings: SettingsSource,
-    },
-    /// Show the details of a sandbox
-    Inspect {
-        /// Sandbox id, a unique prefix of it, or NAMESPACE/POD
-        id: String,
-        /// Output format
-        #[arg(short, long, default_value = "text")]
-        output: Format,
-        /// Where the daemon is.
-        #[command(flatten)]
-        settings: SettingsSource,
-    },
-    /// Show the resource usage of the pods, refreshed every few seconds
-    Stats {
-        /// Output format; JSON is printed once
-        #[arg(short, long, default_value = "text")]
-        output: Format,
-        /// Print one table and exit; the default without a terminal
-        #[arg(long)]
-        once: bool,
-        /// Refresh interval in seconds
-        #[arg(long, value_name = "SECONDS", default_value = "2")]
-        #[arg(value_parser = value_parser!(u32).range(1..))]
-        interval: u32,
         /// Where the daemon is.
         #[command(flatten)]
         settings: SettingsSource,
@@ -359,7 +332,7 @@ mod tests {
     fn the_help_of_other_commands_fits_a_screen() {
         let mut command = Cli::command();
         command.build();
-        for name in ["list", "inspect", "stats", "check", "enable", "disable", "selftest"] {
+        for name in ["list", "check", "enable", "disable", "selftest"] {
             let options = command.find_subcommand(name).unwrap().get_opts();
             let names: Vec<_> = options.filter_map(clap::Arg::get_long).collect();
             assert!(names.len() <= 12, "{name}: {names:?}");
@@ -375,9 +348,6 @@ mod tests {
         assert_eq!(check.node.settings.socket, Some("/s".into()));
         assert_eq!((check.node.containerd_config, check.output), (Some("/x".into()), Format::Json));
         assert_eq!(check.node.containerd, None);
-        let inspect = parsed("inspect -ojson abc --socket /s").unwrap();
-        assert!(matches!(inspect, Command::Inspect { id, .. } if id == "abc"));
-        assert!(matches!(parsed("stats --once").unwrap(), Command::Stats { once: true, .. }));
         assert!(parsed("config default --socket /x").is_err() && parsed("config").is_err());
     }
 
@@ -398,10 +368,9 @@ mod tests {
             ("serve -x", "'-x'"),
             ("config make", "'make'"),
             ("version now", "'now'"),
-            ("inspect", "<ID>"),
-            ("inspect a b", "'b'"),
             ("list -o yaml", "possible values: text, json"),
-            ("stats --interval 0", "0 is not in 1.."),
+            ("list --interval 1", "--interval"),
+            ("enable --timeout 0", "0 is not in 1.."),
             ("disable -o json", "unexpected argument '-o'"),
         ] {
             let error = parsed(line).unwrap_err();

@@ -3,9 +3,9 @@
 use std::future::Future;
 
 use crate::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, StartResponse,
-    StatusReport,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
 };
+use crate::protos::inspect;
 
 /// The nine RPCs of `sandbox.Controller` and the operator queries, as the wire calls them. Tests
 /// implement it without sandboxes.
@@ -91,12 +91,5 @@ pub trait SandboxService: Send + Sync + 'static {
         &self,
         after: &str,
         most: usize,
-        usage: bool,
-    ) -> impl Future<Output = Result<(Vec<SandboxSummary>, bool), Error>> + Send;
-
-    /// All that is known of a sandbox, as a JSON object.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`].
-    fn inspect(&self, id: &str) -> impl Future<Output = Result<serde_json::Value, Error>> + Send;
+    ) -> impl Future<Output = Result<(Vec<inspect::Sandbox>, bool), Error>> + Send;
 }

@@ -66,9 +66,7 @@ pub enum Error {
         id: String,
     },
     /// The sandbox's record is quarantined.
-    #[error(
-        "sandbox {id}: its record is quarantined: {reason}; see `pause-sandboxer inspect {id}`"
-    )]
+    #[error("sandbox {id}: its record is quarantined: {reason}; see `pause-sandboxer list`")]
     Quarantined {
         /// The sandbox id.
         id: String,

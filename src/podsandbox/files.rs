@@ -126,12 +126,6 @@ impl SandboxFiles {
         self.root().join(name)
     }
 
-    /// Every file and directory by CRI's name for it.
-    pub fn all(&self) -> [(&'static str, PathBuf); 4] {
-        let at = |name: &'static str| (name, self.etc(name));
-        [at("hostname"), at("hosts"), at("resolv.conf"), ("shm", self.shm())]
-    }
-
     /// A start job has been here: see [`SandboxFiles::begin`].
     pub fn begun(&self) -> bool {
         self.held_shm().exists()

@@ -4,8 +4,6 @@
 //! the hierarchies are taken where every node has them, as containerd itself takes them, and no
 //! table of mounts is read, which grows with the number of pods.
 
-pub mod usage;
-
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
@@ -63,7 +61,7 @@ fn parent(cgroup_parent: &str) -> Result<PathBuf, StepError> {
 }
 
 /// The failed step of a read of `cgroup_metrics`.
-pub(super) fn failed_read(e: cgroup_metrics::Error) -> StepError {
+fn failed_read(e: cgroup_metrics::Error) -> StepError {
     StepError::at(READ, e.path, e.source)
 }
 

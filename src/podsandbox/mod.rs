@@ -18,7 +18,6 @@ mod files;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
-mod inspect;
 mod jobs;
 mod layout;
 mod machine;
@@ -31,16 +30,16 @@ mod restore;
 mod sandbox;
 pub mod selinux;
 mod status;
+mod summary;
 mod validate;
 
 pub use container_record::removals_done;
 pub use end_reason::EndReason;
 pub use environment::Environment;
 pub use error::Error;
-pub use inspect::SandboxSummary;
 pub use machine::Phase;
-pub use metrics::usage::Usage;
 pub use sandbox::{END_TIMEOUT, Sandbox, UNKNOWN_TIMEOUT};
+pub use summary::quarantined;
 pub use validate::check_id;
 
 /// containerd's metadata of a sandbox (`containerd.types.Sandbox`), as a request carries it and the

@@ -17,14 +17,15 @@ use super::record::{Record, Stage};
 use super::restore::FileRestorer;
 use super::validate::{self, Validated};
 use super::{
-    CreateRequest, Error, Exit, Metric, SandboxInfo, SandboxSummary, StartResponse, StatusReport,
-    inspect, metrics, status,
+    CreateRequest, Error, Exit, Metric, SandboxInfo, StartResponse, StatusReport, metrics, status,
+    summary,
 };
 use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::log_context;
 use crate::pool::{self, Class};
 use crate::process::handle::{self, NamespaceHandle};
+use crate::protos;
 use crate::shim;
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause process and its cleanup
@@ -145,7 +146,7 @@ impl Sandbox {
             &environment.selinux,
             environment.shims.has_own(),
         )?;
-        let jobs = Jobs::new(environment, &record, inspect::pod_names(&pod), level);
+        let jobs = Jobs::new(environment, &record, summary::pod_names(&pod), level);
         jobs.container.set_new();
         jobs.store.create(&record).map_err(failed)?;
         jobs.keep_start_input(StartInput { record, pod });
@@ -391,23 +392,20 @@ impl Sandbox {
             .map_err(|step| self.failed("metrics", step))
     }
 
-    /// A line for the list of sandboxes, with what the pod uses if `usage` is asked for. Blocks
-    /// then.
-    pub fn summary(&self, usage: bool) -> SandboxSummary {
-        inspect::summarize(&self.jobs, self.published(), usage)
+    /// Its line in the list of sandboxes. Blocks.
+    pub fn summary(&self) -> protos::inspect::Sandbox {
+        summary::summarize(&self.jobs, self.published())
+    }
+
+    /// Cleanups that have failed in a row.
+    pub fn failed_cleanups(&self) -> u32 {
+        self.published().failures
     }
 
     /// Memory that the pod's shim has for itself, bytes; `None`: it has none, or it cannot be read.
     /// Blocks.
     pub fn shim_memory(&self) -> Option<u64> {
-        inspect::shim_memory(&self.jobs)
-    }
-
-    /// All that is known, as a JSON object. Blocks.
-    pub fn inspect(&self) -> serde_json::Value {
-        let record = self.jobs.store.read_record().map_err(|e| e.to_string());
-        let stage = self.jobs.store.stage().map_err(|e| e.to_string());
-        inspect::report(&self.jobs, self.published(), &record, &stage)
+        summary::shim_memory(&self.jobs)
     }
 
     /// Whether garbage collection asks containerd for the sandbox: it was never started, or no

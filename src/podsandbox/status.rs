@@ -225,15 +225,6 @@ fn encode_config(pod: &PodSandboxConfig) -> Result<Box<RawValue>, String> {
     to_raw_value(&go_json::encode(pod)).map_err(|e| e.to_string())
 }
 
-/// The recorded CRI config as JSON.
-///
-/// # Errors
-/// It is malformed.
-pub fn config_json(record: &Record) -> Result<Value, String> {
-    let pod = record.decode_config().map_err(|e| e.to_string())?;
-    serde_json::from_str(encode_config(&pod)?.get()).map_err(|e| e.to_string())
-}
-
 /// Whether the netns is gone: unmounted, so that its path is nothing or a plain file.
 fn is_closed(id: &str, netns: &Path) -> bool {
     match native::is_network_namespace(netns) {

@@ -1,10 +1,8 @@
 //! Wire messages to the types of the domain, and back.
 
 use std::collections::{BTreeMap, HashMap};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use protobuf::MessageField;
-use protobuf::well_known_types::timestamp::Timestamp;
 
 use crate::podsandbox::{
     CreateRequest, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
@@ -14,21 +12,6 @@ use crate::protos::controller::{
     ControllerStartResponse, ControllerStatusResponse, ControllerWaitResponse,
 };
 use crate::protos::types;
-
-/// A time as seconds and nanoseconds after the epoch; the nanoseconds count forward also before it.
-pub(super) fn timestamp(time: SystemTime) -> Timestamp {
-    let (seconds, nanos) = match time.duration_since(UNIX_EPOCH) {
-        Ok(after) => (i64::try_from(after.as_secs()).unwrap_or(i64::MAX), after.subsec_nanos()),
-        Err(e) => {
-            let before = e.duration();
-            let whole = before.as_secs() + u64::from(before.subsec_nanos() > 0);
-            let rest = Duration::from_secs(whole) - before;
-            (i64::try_from(whole).map_or(i64::MIN, |whole| -whole), rest.subsec_nanos())
-        }
-    };
-    // Below 10^9, so it fits.
-    Timestamp { seconds, nanos: nanos as i32, ..Default::default() }
-}
 
 fn hashed(map: BTreeMap<String, String>) -> HashMap<String, String> {
     map.into_iter().collect()
@@ -58,7 +41,7 @@ pub(super) fn started(id: String, started: StartResponse) -> ControllerStartResp
     ControllerStartResponse {
         sandbox_id: id,
         pid: started.pid,
-        created_at: MessageField::some(timestamp(started.created_at)),
+        created_at: MessageField::some(started.created_at.into()),
         labels: hashed(started.labels),
         address: started.address,
         version: started.version,
@@ -73,8 +56,8 @@ pub(super) fn status(id: String, report: StatusReport) -> ControllerStatusRespon
         pid: report.pid,
         state: report.state.to_owned(),
         info: hashed(report.info),
-        created_at: MessageField::some(timestamp(report.created_at)),
-        exited_at: MessageField::from_option(report.exited_at.map(timestamp)),
+        created_at: MessageField::some(report.created_at.into()),
+        exited_at: report.exited_at.map(Into::into).into(),
         address: report.address,
         version: report.version,
         ..Default::default()
@@ -84,7 +67,7 @@ pub(super) fn status(id: String, report: StatusReport) -> ControllerStatusRespon
 pub(super) fn exit(exit: Exit) -> ControllerWaitResponse {
     ControllerWaitResponse {
         exit_status: exit.status,
-        exited_at: MessageField::some(timestamp(exit.at)),
+        exited_at: MessageField::some(exit.at.into()),
         ..Default::default()
     }
 }
@@ -102,7 +85,7 @@ pub(super) fn platform(platform: Platform) -> ControllerPlatformResponse {
 /// containerd names a metric by the id it belongs to.
 pub(super) fn metric(id: String, metric: Metric) -> ControllerMetricsResponse {
     let metric = types::Metric {
-        timestamp: MessageField::some(timestamp(metric.timestamp)),
+        timestamp: MessageField::some(metric.timestamp.into()),
         id,
         data: MessageField::some(metric.data),
         ..Default::default()

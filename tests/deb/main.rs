@@ -273,8 +273,6 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
         list.contains("web") && !list.contains("plain"),
         "the default handler is still containerd's: {list}"
     );
-    run("pause-sandboxer inspect default/web | head -n 12");
-    run("pause-sandboxer stats");
     let pause = pause_of("web");
 
     let settings = adopt_settings();

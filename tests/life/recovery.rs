@@ -13,8 +13,8 @@ use tokio::runtime::Builder;
 use crate::fixture::{Node, own, request};
 
 /// The state of every sandbox, by its id.
-async fn listed(controller: &Controller) -> BTreeMap<String, &'static str> {
-    let (all, _) = controller.list("", 1000, false).await.unwrap();
+async fn listed(controller: &Controller) -> BTreeMap<String, String> {
+    let (all, _) = controller.list("", 1000).await.unwrap();
     all.into_iter().map(|sandbox| (sandbox.id, sandbox.state)).collect()
 }
 

@@ -1,4 +1,4 @@
-//! An operator's view of a daemon with a real sandbox: list, inspect, stats, metrics, log.
+//! An operator's view of a daemon with a real sandbox: list, metrics, log.
 
 use std::fs;
 use std::io::{Read as _, Write};
@@ -103,7 +103,7 @@ fn output_of(scratch: &Scratch, words: &[&str]) -> String {
 
 /// Promise: operators_see_every_sandbox.
 #[test]
-fn a_sandbox_is_listed_inspected_and_measured() {
+fn a_sandbox_is_listed() {
     let scratch = Scratch::new();
     let daemon = Daemon::start(&scratch, &scratch.flags());
     daemon.noticed("READY=1");
@@ -123,38 +123,6 @@ fn a_sandbox_is_listed_inspected_and_measured() {
         (&json[0]["id"], &json[0]["pid"], &json[0]["uid"]),
         (&ID.into(), &pid.into(), &"u-1".into())
     );
-
-    for name in ["0123", ID, "prod/web-0"] {
-        let json = output_of(&scratch, &["inspect", name, "-o", "json"]);
-        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
-        assert_eq!((&json["id"], &json["state"]), (&ID.into(), &"ready".into()));
-        assert_eq!(json["config"]["metadata"]["name"], "web-0");
-        assert_eq!(json["plan"]["pid"], "private");
-        assert_eq!(json["record"]["stage"]["started"]["identity"]["pid"], pid);
-        for file in json["files"].as_array().unwrap() {
-            assert_eq!(file["exists"], true, "{file}");
-        }
-        let ours = fs::metadata("/proc/self/ns/net").unwrap();
-        assert_eq!(json["namespaces"]["net"], std::os::unix::fs::MetadataExt::ino(&ours));
-    }
-    let text = output_of(&scratch, &["inspect", "0123"]);
-    assert!(
-        text.contains("\npod:\n  name: web-0\n  namespace: prod\n")
-            || text.contains("pod:\n  name: web-0"),
-        "{text}"
-    );
-    let usage: serde_json::Value =
-        serde_json::from_str(&output_of(&scratch, &["stats", "-o", "json"])).unwrap();
-    assert_eq!((&usage[0]["id"], usage.as_array().unwrap().len()), (&ID.into(), 1), "{usage}");
-    let stats = output_of(&scratch, &["stats", "--once"]);
-    assert!(stats.starts_with("sandboxes: 1, ready: 1; "), "{stats}");
-    assert!(stats.lines().any(|line| line.starts_with("web-0  prod")), "{stats}");
-
-    let unknown = asked(&scratch, &["inspect", "f"]);
-    assert_eq!(
-        (unknown.status.code(), stderr(&unknown)),
-        (Some(1), "pause-sandboxer: no sandbox \"f\"\n")
-    );
     controller.shut_down(ID);
     assert_eq!(output_of(&scratch, &["list"]).lines().count(), 1);
 }
@@ -163,16 +131,14 @@ fn a_sandbox_is_listed_inspected_and_measured() {
 #[test]
 fn a_missing_daemon_is_an_error_and_no_empty_list() {
     let scratch = Scratch::new();
-    for words in [["list", "-otext"], ["inspect", "x"], ["stats", "--once"]] {
-        let output = asked(&scratch, &words);
-        assert_eq!((output.status.code(), stdout(&output)), (Some(3), ""), "{words:?}");
-        let reason = format!(
-            "pause-sandboxer: cannot reach the daemon at {}: No such file or directory (os error \
-             2); start it: systemctl start pause-sandboxer\n",
-            scratch.path("run/s.sock.ttrpc").display()
-        );
-        assert_eq!(stderr(&output), reason);
-    }
+    let output = asked(&scratch, &["list", "-otext"]);
+    assert_eq!((output.status.code(), stdout(&output)), (Some(3), ""));
+    let reason = format!(
+        "pause-sandboxer: cannot reach the daemon at {}: No such file or directory (os error 2); \
+         start it: systemctl start pause-sandboxer\n",
+        scratch.path("run/s.sock.ttrpc").display()
+    );
+    assert_eq!(stderr(&output), reason);
 }
 
 /// Promise: operators_see_every_sandbox.
@@ -188,8 +154,9 @@ fn a_quarantined_record_is_shown_with_the_reason() {
         list.lines().nth(1).unwrap().starts_with("odd      -    -          quarantined"),
         "{list}"
     );
-    let report = output_of(&scratch, &["inspect", "odd"]);
-    assert!(report.contains("reason: ") && report.contains("not a record"), "{report}");
+    let json: serde_json::Value =
+        serde_json::from_str(&output_of(&scratch, &["list", "-o", "json"])).unwrap();
+    assert!(json[0]["reason"].as_str().unwrap().contains("not a record"), "{json}");
 }
 
 #[test]
@@ -229,7 +196,7 @@ fn http(stream: &mut (impl std::io::Read + Write), request: &str) -> String {
 }
 
 #[test]
-fn pods_with_very_long_names_are_listed_and_inspected() {
+fn pods_with_very_long_names_are_listed() {
     let scratch = Scratch::new();
     let daemon = Daemon::start(&scratch, &scratch.flags());
     daemon.noticed("READY=1");
@@ -239,16 +206,11 @@ fn pods_with_very_long_names_are_listed_and_inspected() {
     for id in &ids {
         controller.run(id, &"n".repeat(2 << 20));
     }
-    let ask = |words: &[&str]| {
-        serde_json::from_str::<serde_json::Value>(&output_of(&scratch, words)).unwrap()
-    };
-    let list = ask(&["list", "-o", "json"]);
+    let list: serde_json::Value =
+        serde_json::from_str(&output_of(&scratch, &["list", "-o", "json"])).unwrap();
     let listed: Vec<&str> =
         list.as_array().unwrap().iter().map(|line| line["id"].as_str().unwrap()).collect();
     assert_eq!(listed, ids);
-    let report = ask(&["inspect", &ids[0], "-o", "json"]);
-    assert_eq!(report["state"], "ready");
-    assert_eq!(report["config"]["metadata"]["name"].as_str().unwrap().len(), 2 << 20);
     for id in &ids {
         controller.shut_down(id);
     }

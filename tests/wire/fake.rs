@@ -11,9 +11,10 @@ use pause_sandboxer::controller::SandboxService;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::log_context;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, StartResponse,
-    StatusReport, Usage,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
+    quarantined,
 };
+use pause_sandboxer::protos::inspect;
 use tokio::sync::Notify;
 
 /// Every id that fails, with the gRPC code number of its error.
@@ -178,27 +179,10 @@ impl SandboxService for Fake {
         Ok(())
     }
 
-    async fn list(
-        &self,
-        after: &str,
-        most: usize,
-        usage: bool,
-    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
+    async fn list(&self, after: &str, most: usize) -> Result<(Vec<inspect::Sandbox>, bool), Error> {
         outcome(after)?;
         let ids = (0..2500).map(|number| format!("{number:04}")).filter(|id| id.as_str() > after);
-        let usage = usage.then_some(Usage { memory: 1, cpu_usec: 2, tasks: 3 });
-        let lines = ids
-            .take(most)
-            .map(|id| SandboxSummary { usage, ..SandboxSummary::quarantined(&id, "never was") })
-            .collect();
+        let lines = ids.take(most).map(|id| quarantined(&id, "never was")).collect();
         Ok((lines, !after.starts_with("1999")))
-    }
-
-    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
-        outcome(id)?;
-        Ok(serde_json::json!({
-            "id": id,
-            "trace": log_context::current().map(|trace| trace.to_string()),
-        }))
     }
 }

@@ -16,10 +16,10 @@ use base::config::{CONTAINERD_NAMESPACE, Config};
 use base::error::StepError;
 use containerd_api::GrpcEndpoint;
 use containerd_api::protos::controller::ControllerShutdownRequest;
-use containerd_api::protos::inspect::{InspectRequest, ListRequest};
+use containerd_api::protos::inspect::ListRequest;
 use containerd_api::protos::inspect_ttrpc::InspectClient;
 
-pub use containerd_api::protos::inspect::{Sandbox, Usage};
+pub use containerd_api::protos::inspect::Sandbox;
 
 /// Timeout of a call. A daemon that recovers its pods may take longer: the error says so.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(2);
@@ -47,9 +47,6 @@ pub enum ClientError {
     /// The daemon rejected the call.
     #[error("{0}")]
     Refused(String),
-    /// No sandbox, or more than one, has that name or id prefix.
-    #[error("{0}")]
-    NoSuch(String),
 }
 
 /// A connection to the daemon.
@@ -77,47 +74,25 @@ impl Client {
         }
     }
 
-    /// All sandboxes, sorted by id; with their resource usage if `usage` is set.
+    /// All sandboxes, sorted by id.
     ///
     /// # Errors
     /// [`ClientError::Down`], or what the daemon answers.
-    pub async fn list(&self, usage: bool) -> Result<Vec<Sandbox>, ClientError> {
+    pub async fn list(&self) -> Result<Vec<Sandbox>, ClientError> {
         let mut all: Vec<Sandbox> = Vec::new();
         loop {
             let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
-            let request = ListRequest { after, usage, ..Default::default() };
+            let request = ListRequest { after, ..Default::default() };
             let call = self.inspect.list(context::with_duration(DEADLINE), &request);
-            let page = self.wait_for_response(call).await?;
+            let answer = tokio::time::timeout(TIMEOUT, call).await;
+            let answer = answer.map_err(|_| late(&self.socket, &self.state_dir))?;
+            let page = answer.map_err(|e| self.failed(e))?;
             let empty = page.sandboxes.is_empty();
             all.extend(page.sandboxes);
             if !page.more || empty {
                 return Ok(all);
             }
         }
-    }
-
-    /// Everything known about the one sandbox with this id or id prefix, or with the pod
-    /// `NAMESPACE/POD`: a JSON object.
-    ///
-    /// # Errors
-    /// [`ClientError::NoSuch`], [`ClientError::Down`], or what the daemon answers.
-    pub async fn inspect(&self, id: &str) -> Result<serde_json::Value, ClientError> {
-        let all = self.list(false).await?;
-        let id = resolve(id, &all)?.id.clone();
-        let request = InspectRequest { id, ..Default::default() };
-        let call = self.inspect.inspect(context::with_duration(DEADLINE), &request);
-        let json = self.wait_for_response(call).await?.json;
-        serde_json::from_str(&json)
-            .map_err(|e| ClientError::Refused(format!("the daemon's response is not JSON: {e}")))
-    }
-
-    /// Waits for the response of a call.
-    async fn wait_for_response<T>(
-        &self,
-        call: impl Future<Output = ttrpc::Result<T>>,
-    ) -> Result<T, ClientError> {
-        let response = tokio::time::timeout(TIMEOUT, call).await;
-        response.map_err(|_| late(&self.socket, &self.state_dir))?.map_err(|e| self.failed(e))
     }
 
     fn failed(&self, error: ttrpc::Error) -> ClientError {
@@ -166,31 +141,6 @@ fn down(socket: &Path, e: &io::Error) -> ClientError {
     ClientError::Down { socket, reason: e.to_string(), advice }
 }
 
-/// The one sandbox with this id, id prefix or `NAMESPACE/POD`.
-fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, ClientError> {
-    let mut found: Vec<&Sandbox> = match name.split_once('/') {
-        Some((namespace, pod)) => {
-            all.iter().filter(|one| one.namespace == namespace && one.pod == pod).collect()
-        }
-        None => all
-            .iter()
-            .filter(|one| one.id == name || !name.is_empty() && one.id.starts_with(name))
-            .collect(),
-    };
-    if let Some(exact) = found.iter().position(|one| one.id == name) {
-        found = vec![found.swap_remove(exact)];
-    }
-    match found.as_slice() {
-        [one] => Ok(one),
-        [] => Err(ClientError::NoSuch(format!("no sandbox {name:?}"))),
-        many => Err(ClientError::NoSuch(format!(
-            "{name:?} matches {} sandboxes: {}",
-            many.len(),
-            many.iter().map(|one| one.id.as_str()).collect::<Vec<_>>().join(", ")
-        ))),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -209,16 +159,12 @@ mod tests {
         let _listener = std::os::unix::net::UnixListener::bind(config.ttrpc_socket()).unwrap();
         std::fs::write(dir.path().join("lock"), std::process::id().to_string()).unwrap();
         let client = Client::connect(&config).await.unwrap();
-        for reason in [
-            client.list(false).await.unwrap_err().to_string(),
-            client.inspect("x").await.unwrap_err().to_string(),
-        ] {
-            let expected = format!(
-                "no response within 2 s: process {} starts, or recovers its pods; wait for it",
-                std::process::id()
-            );
-            assert!(reason.contains(&expected), "{reason}");
-        }
+        let reason = client.list().await.unwrap_err().to_string();
+        let expected = format!(
+            "no response within 2 s: process {} starts, or recovers its pods; wait for it",
+            std::process::id()
+        );
+        assert!(reason.contains(&expected), "{reason}");
     }
 
     #[tokio::test]
@@ -235,29 +181,5 @@ mod tests {
             }
         };
         assert!(!waiting.is_empty() && reason.contains("no response within 2 s"), "{reason}");
-    }
-
-    #[test]
-    fn a_name_means_one_sandbox() {
-        let sandbox = |id: &str, pod: &str| Sandbox {
-            id: id.to_owned(),
-            pod: pod.to_owned(),
-            namespace: "default".to_owned(),
-            ..Default::default()
-        };
-        let all =
-            [sandbox("ab1", "web"), sandbox("ab2", "db"), sandbox("ab", "db"), sandbox("c", "x")];
-        for (name, id) in [("ab1", "ab1"), ("ab", "ab"), ("c", "c"), ("default/web", "ab1")] {
-            assert_eq!(resolve(name, &all).unwrap().id, id, "{name}");
-        }
-        for (name, reason) in [
-            ("a", "\"a\" matches 3 sandboxes: ab1, ab2, ab"),
-            ("d", "no sandbox \"d\""),
-            ("", "no sandbox \"\""),
-            ("default/db", "\"default/db\" matches 2 sandboxes: ab2, ab"),
-            ("other/web", "no sandbox \"other/web\""),
-        ] {
-            assert_eq!(resolve(name, &all).unwrap_err().to_string(), reason);
-        }
     }
 }

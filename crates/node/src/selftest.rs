@@ -100,7 +100,7 @@ pub async fn run(
     let has_daemon = node::ours(&merged, config).iter().any(|(name, _)| *name == ours);
     if has_daemon {
         // Without a daemon each call of the test would wait for its timeout.
-        let listed = async { Client::connect(config).await?.list(false).await };
+        let listed = async { Client::connect(config).await?.list().await };
         listed.await.map_err(|e| e.to_string())?;
     }
     let mut stop = pin!(stopped(wanted.within)?);

@@ -16,7 +16,7 @@ pub(super) async fn examine(config: &Config) -> (Finding, Option<Vec<Sandbox>>) 
     if answers.level != Level::Ok {
         return (answers, None);
     }
-    let listed = async { Client::connect(config).await?.list(false).await };
+    let listed = async { Client::connect(config).await?.list().await };
     match listed.await {
         Ok(all) => (answers, Some(all)),
         Err(e) => {

@@ -41,7 +41,7 @@ pub(super) async fn compare(config: &Config, handlers: &[String], restart: &str)
     let differing = async || {
         let cri = CriClient::new(&config.containerd_address);
         let theirs = tokio::time::timeout(TIMEOUT, cri.pods()).await.ok()?.ok()?;
-        let ours = Client::connect(config).await.ok()?.list(false).await.ok()?;
+        let ours = Client::connect(config).await.ok()?.list().await.ok()?;
         Some(differences(&ours, &theirs, handlers))
     };
     // One that does not answer any more is reported by the next check.
@@ -134,7 +134,7 @@ pub(super) fn examine(all: &[Sandbox]) -> Vec<Finding> {
         (
             |one| one.state == "quarantined",
             "records are quarantined, so their pods cannot be removed",
-            "pause-sandboxer inspect ID shows the reason".to_owned(),
+            "pause-sandboxer list -o json shows the reason".to_owned(),
         ),
         (
             |one| one.state == "unknown",

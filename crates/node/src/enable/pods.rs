@@ -34,7 +34,7 @@ pub(super) async fn of_cri(cri: &CriClient, handler: &str) -> Result<Pods, StepE
 }
 
 async fn listed(config: &Config) -> Result<Vec<Sandbox>, ClientError> {
-    Client::connect(config).await?.list(false).await
+    Client::connect(config).await?.list().await
 }
 
 /// Succeeds if a daemon answers, whatever that is.
