@@ -33,10 +33,6 @@ const SHARED_CONTEXTS: &str = "/usr/share/containers/selinux/contexts";
 const CONFIG_FILE: &str = "/etc/selinux/config";
 const POLICIES: &str = "/etc/selinux";
 
-/// Part of the names of runtimes that run containers in virtual machines (containerd
-/// `vmbasedRuntimes`).
-const OF_VIRTUAL_MACHINES: &str = "io.containerd.kata";
-
 /// The labels of one pod; empty where there are none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Labels {
@@ -83,8 +79,6 @@ impl Context {
 struct Contexts {
     process: Context,
     file: Context,
-    /// Context of processes that run a virtual machine.
-    kvm: Option<Context>,
 }
 
 impl Contexts {
@@ -100,12 +94,6 @@ impl Contexts {
         Ok(None)
     }
 
-    /// `label` with the type of virtual machines; `None`: it is no label.
-    fn of_virtual_machine(&self, label: &str) -> Option<String> {
-        let kind = self.kvm.as_ref().unwrap_or(&self.process).kind.clone();
-        Some(Context { kind, ..Context::parse(label)? }.text())
-    }
-
     fn parse(text: &str) -> io::Result<Option<Self>> {
         let context = |key: &str| {
             let Some(text) = assigned(text, key).filter(|text| !text.is_empty()) else {
@@ -118,9 +106,8 @@ impl Contexts {
             };
             Context::parse(&text).map(Some).ok_or_else(malformed)
         };
-        let kvm = context("kvm_process")?;
         let contexts = context("process")?.zip(context("file")?);
-        Ok(contexts.map(|(process, file)| Self { process, file, kvm }))
+        Ok(contexts.map(|(process, file)| Self { process, file }))
     }
 }
 
@@ -158,28 +145,6 @@ pub fn executable(config: &Config) -> Result<Option<String>, StepError> {
         return Ok(None);
     }
     Ok(Contexts::from_policy()?.map(|contexts| contexts.file.text()))
-}
-
-/// The label of the pause process of a pod whose containers have `label`: the same, but for a
-/// runtime of virtual machines with the type that the policy has for those. So does containerd
-/// (`modifyProcessLabel`); it does it for the containers itself.
-///
-/// # Errors
-/// The policy's file cannot be read.
-pub fn of_pause(label: &str, runtime: &str) -> Result<String, StepError> {
-    of_pause_with(label, runtime, Contexts::from_policy)
-}
-
-/// As [`of_pause`], by these contexts.
-fn of_pause_with(
-    label: &str,
-    runtime: &str,
-    contexts: impl FnOnce() -> Result<Option<Contexts>, StepError>,
-) -> Result<String, StepError> {
-    if label.is_empty() || !runtime.contains(OF_VIRTUAL_MACHINES) {
-        return Ok(label.to_owned());
-    }
-    Ok(contexts()?.and_then(|contexts| contexts.of_virtual_machine(label)).unwrap_or_default())
 }
 
 /// A level that is taken as long as this lives.
@@ -333,31 +298,6 @@ mod tests {
         let error = Contexts::parse("process = \"a:b\"\nfile = \"a:b:c\"").unwrap_err().to_string();
         assert!(error.contains("process = \"a:b\" is not a context"), "{error}");
         assert_eq!(assigned("SELINUXTYPE=targeted\n", "SELINUXTYPE").as_deref(), Some("targeted"));
-    }
-
-    #[test]
-    fn the_pause_of_a_virtual_machine_has_its_type() {
-        let given = "u:r:spc_t:s0:c1,c2";
-        let relabelled = |label: &str, runtime: &str, text: &str| {
-            let contexts = Contexts::parse(text).unwrap();
-            of_pause_with(label, runtime, || Ok(contexts)).unwrap()
-        };
-        let of_vm = |text: &str| relabelled(given, "io.containerd.kata.v2", text);
-        let with = format!("kvm_process = \"system_u:system_r:container_kvm_t:s0\"\n{FILE}");
-        assert_eq!(of_vm(&with), "u:r:container_kvm_t:s0:c1,c2", "the type alone is another");
-        assert_eq!(
-            of_vm(FILE),
-            "u:r:container_t:s0:c1,c2",
-            "a policy without it has that of containers"
-        );
-        for runtime in ["io.containerd.runc.v2", "io.containerd.runsc.v1", ""] {
-            assert_eq!(relabelled(given, runtime, &with), given);
-        }
-        assert_eq!(
-            relabelled("", "io.containerd.kata.v2", &with),
-            "",
-            "there are none without SELinux"
-        );
     }
 
     #[test]

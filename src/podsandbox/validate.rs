@@ -14,7 +14,7 @@ use base::platform::systemd_runs;
 use super::error::shorten;
 use super::files::{Dns, Files};
 use super::record::{self, Record, decode_config};
-use super::selinux::{self, HeldLevel, Selinux};
+use super::selinux::{HeldLevel, Selinux};
 use super::{CreateRequest, Error};
 use crate::cgroup;
 use crate::config::{Config, Size};
@@ -84,10 +84,9 @@ pub fn check(
         |step: StepError| Error::Failed { id: id.to_owned(), rpc: "create", steps: step.into() };
     let (labels, level) =
         selinux.label(config, security.selinux_options.as_ref()).map_err(failed)?;
-    let pause_label = selinux::of_pause(&labels.process, &info.runtime_name).map_err(failed)?;
     // As the built-in controller: the containers of a privileged pod have a label, its pause
     // process has none of its own.
-    let label = if security.privileged { String::new() } else { pause_label };
+    let label = if security.privileged { String::new() } else { labels.process.clone() };
     let plan = plan(checked, request, &pod, config, label)?;
     let own_shim = shim_choice::is_own(&info, config, has_own_shim);
     let record = Record {
