@@ -13,10 +13,6 @@ use pause_sandboxer::cli::Cli;
 
 /// Further sections of the main page, as roff.
 const MORE: &str = "\
-.SH ENVIRONMENT
-.TP
-.B PAUSE_SANDBOXER_LOG
-Overrides log_level: LEVEL, or LEVEL,TARGET=LEVEL,... with crate or module paths as targets.
 .SH FILES
 .TP
 .I /etc/pause-sandboxer/config.toml

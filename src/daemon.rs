@@ -288,7 +288,7 @@ impl Signals {
 fn reload(settings: &ServeOptions) {
     match settings.load() {
         Ok(config) => {
-            logging::set_level(config.log_level);
+            log::set_max_level(config.log_level);
             log::info!(log_level = config.log_level.as_str(); "log level reloaded");
         }
         Err(e) => {

@@ -10,24 +10,18 @@ use std::io::Write as _;
 use std::sync::OnceLock;
 use std::time::SystemTime;
 
-use env_filter::Filter;
 use log::kv::{Key, VisitSource};
 use log::{Level, LevelFilter, Log, Metadata, Record};
-use parking_lot::RwLock;
 use serde_json::{Map, Value};
 
 use crate::config::{Config, LogFormat};
 use crate::log_context;
 use crate::time::rfc3339;
 
-/// Environment variable that overrides the configured level: `LEVEL`, or `LEVEL,TARGET=LEVEL,…`,
-/// where a target is a crate or module path such as `ttrpc` or `pause_sandboxer::wire`.
-pub const LEVEL_VARIABLE: &str = "PAUSE_SANDBOXER_LOG";
-
 /// The target of this crate's own messages, library and program.
 const OWN_TARGET: &str = "pause_sandboxer";
 
-/// Other crates' messages are shown from this level on, unless the environment says otherwise.
+/// Other crates' messages are shown from this level on.
 const FOREIGN_LEVEL: LevelFilter = LevelFilter::Warn;
 
 /// Logs its errors without a subject, and returns them as well: they are logged with sandbox and
@@ -36,63 +30,34 @@ const SILENT_TARGET: &str = "ttrpc";
 
 static LOGGER: OnceLock<Logger> = OnceLock::new();
 
-/// Begins logging as `config` and the environment say.
+/// Begins logging as `config` says.
 ///
 /// # Errors
-/// The environment variable holds no level, or logging has begun already.
+/// Logging has begun already.
 pub fn init(config: &Config) -> Result<(), String> {
-    let variable = std::env::var(LEVEL_VARIABLE).ok();
-    let filter = filter(config.log_level, variable.as_deref())
-        .map_err(|reason| format!("{LEVEL_VARIABLE}: {reason}"))?;
-    log::set_max_level(filter.filter());
-    let filter = RwLock::new(filter);
-    let logger = LOGGER.get_or_init(|| Logger { format: config.log_format, variable, filter });
+    log::set_max_level(config.log_level);
+    let logger = LOGGER.get_or_init(|| Logger { format: config.log_format });
     log::set_logger(logger).map_err(|e| e.to_string())
 }
 
-/// Changes the level of the daemon's own messages; what the environment overrides stays.
-pub fn set_level(level: LevelFilter) {
-    // The variable was valid when logging began.
-    if let Some(logger) = LOGGER.get()
-        && let Ok(filter) = filter(level, logger.variable.as_deref())
-    {
-        log::set_max_level(filter.filter());
-        *logger.filter.write() = filter;
+/// The level from which messages of a target are shown, unless the configured one is lower.
+fn level_of(target: &str) -> LevelFilter {
+    if target.starts_with(OWN_TARGET) {
+        LevelFilter::Trace
+    } else if target.starts_with(SILENT_TARGET) {
+        LevelFilter::Off
+    } else {
+        FOREIGN_LEVEL
     }
-}
-
-/// The levels of all targets when `own` is the configured one and `variable` is what the
-/// environment says. A level without a target replaces all others.
-fn filter(own: LevelFilter, variable: Option<&str>) -> Result<Filter, String> {
-    let text = variable.unwrap_or_default();
-    let parts = text.split(',').map(str::trim);
-    let mut has_default = false;
-    for level in parts.filter(|part| !part.is_empty() && !part.contains('=')) {
-        level.parse::<LevelFilter>().map_err(|_| {
-            format!("{level:?} is not a level (off, error, warn, info, debug, trace)")
-        })?;
-        has_default = true;
-    }
-    let mut builder = env_filter::Builder::new();
-    if !has_default {
-        builder
-            .filter_level(FOREIGN_LEVEL.min(own))
-            .filter_module(OWN_TARGET, own)
-            .filter_module(SILENT_TARGET, LevelFilter::Off);
-    }
-    Ok(builder.try_parse(text).map_err(|e| e.to_string())?.build())
 }
 
 struct Logger {
     format: LogFormat,
-    /// The environment variable.
-    variable: Option<String>,
-    filter: RwLock<Filter>,
 }
 
 impl Log for Logger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        self.filter.read().enabled(metadata)
+        metadata.level() <= level_of(metadata.target()).min(log::max_level())
     }
 
     fn log(&self, record: &Record<'_>) {
@@ -353,30 +318,12 @@ mod tests {
 
     #[test]
     fn levels_of_own_and_other_crates() {
-        let level = |filter: &Filter, target: &str| {
-            let shown = |level: &Level| {
-                filter.enabled(&Metadata::builder().target(target).level(*level).build())
-            };
-            Level::iter().filter(shown).last().map_or(LevelFilter::Off, |l| l.to_level_filter())
-        };
-        use LevelFilter::{Debug, Error, Info, Off, Trace, Warn};
-        let none = filter(Debug, None).unwrap();
-        assert_eq!(level(&none, "pause_sandboxer::wire"), Debug);
-        assert_eq!(level(&none, "h2"), Warn);
-        assert_eq!(level(&none, "ttrpc::asynchronous"), Off);
-        assert_eq!(level(&filter(Error, Some("")).unwrap(), "h2"), Error);
-        assert_eq!(none.filter(), Debug);
-        let variable = "info, h2=trace,pause_sandboxer::wire=debug,";
-        let some = filter(Error, Some(variable)).unwrap();
-        assert_eq!(level(&some, "pause_sandboxer"), Info);
-        assert_eq!(level(&some, "pause_sandboxer::wire::peer"), Debug);
-        assert_eq!(level(&some, "h2::codec"), Trace);
-        assert_eq!(some.filter(), Trace);
-        assert_eq!(level(&some, "ttrpc"), Info);
-        let one = filter(Warn, Some("h2=debug")).unwrap();
-        assert_eq!((level(&one, "h2"), level(&one, "pause_sandboxer")), (Debug, Warn));
-        let fault = |text: &str| filter(Info, Some(text)).err().unwrap();
-        assert!(fault("h2=info,loud").contains("\"loud\" is not a level"));
-        assert!(fault("a=loud").contains("loud"));
+        for (target, level) in [
+            ("pause_sandboxer::wire", LevelFilter::Trace),
+            ("h2::codec", FOREIGN_LEVEL),
+            ("ttrpc::asynchronous", LevelFilter::Off),
+        ] {
+            assert_eq!(level_of(target), level, "{target}");
+        }
     }
 }

@@ -259,11 +259,6 @@ UPDATE_DOCS=1 cargo test --test docs -->
             option.get_long().unwrap(),
         );
     }
-    text += "
-## The environment
-`PAUSE_SANDBOXER_LOG` overrides `log_level`: a level, or `LEVEL,TARGET=LEVEL,…`, where a target is a
-crate or a module path, such as `h2` or `pause_sandboxer::wire`.
-";
     text
 }
 

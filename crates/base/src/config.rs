@@ -184,7 +184,7 @@ pub struct Config {
     /// `127.0.0.1:9477` or `[::1]:9477`.
     #[arg(long, value_name = "ADDRESS", verbatim_doc_comment)]
     pub metrics: Metrics,
-    /// Minimum level of log messages. The environment variable PAUSE_SANDBOXER_LOG overrides it.
+    /// Minimum level of log messages; those of libraries are shown from `warn` on.
     #[arg(long, value_name = "LEVEL", verbatim_doc_comment)]
     #[arg(value_parser =
         PossibleValuesParser::new(LEVELS).try_map(|text| text.parse::<LevelFilter>()))]
