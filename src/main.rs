@@ -200,7 +200,6 @@ async fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> 
         program: SELFTEST,
         pause_program: PROGRAM,
         handler: options.handler.clone(),
-        compare: options.compare,
         host_network: options.host_network,
         restart: options.restart_sandboxer.then(|| options.restart_command.clone()),
         within: Duration::from_secs(options.timeout.into()),

@@ -190,10 +190,7 @@ pub struct SelftestOptions {
     /// Runtime handler to test [default: the first one of this sandboxer, or else of its shim]
     #[arg(long, value_name = "NAME")]
     pub handler: Option<String>,
-    /// Then run the same pod with the default handler, to compare the durations
-    #[arg(long)]
-    pub compare: bool,
-    /// Use host networking for the test pods, for CNI plugins that look up the Pod object, such as
+    /// Use host networking for the test pod, for CNI plugins that look up the Pod object, such as
     /// Calico: the test creates no Pod object
     #[arg(long)]
     pub host_network: bool,

@@ -1,5 +1,4 @@
-//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, and on request the same pod
-//! of the default handler, to compare the times.
+//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, with the times of its steps.
 //!
 //! The images are made in memory and imported, so that no registry is needed. Names have a random
 //! part, so that pods of the node are not affected. The test removes its own resources, also after
@@ -19,14 +18,14 @@ use crate::stop_signal;
 use base::error::{IoContext as _, StepError, StepErrors};
 use containerd_api::cri::CriClient;
 
-mod column;
 mod image;
 mod machine;
 mod pod;
+mod timed_pod;
 
-use column::{Column, column, table};
 use image::PauseImage;
 use pod::PodPlan;
+use timed_pod::TimedPod;
 
 /// Where runc's shims have the state of containers, unless a handler's `Root` is set.
 const RUNC_ROOT: &str = "/run/containerd/runc";
@@ -59,9 +58,7 @@ pub struct Selftest {
     pub pause_program: &'static [u8],
     /// The runtime handler; `None`: the first one of this sandboxer, or else of its shim.
     pub handler: Option<String>,
-    /// Also run a pod of the default handler.
-    pub compare: bool,
-    /// Give the pods the node's network.
+    /// Give the pod the node's network.
     pub host_network: bool,
     /// A command of the shell that restarts the sandboxer while the pod runs.
     pub restart: Option<String>,
@@ -69,12 +66,12 @@ pub struct Selftest {
     pub within: Duration,
 }
 
-/// The outcome of a test whose pods were started.
+/// The outcome of a test whose pod was started.
 #[derive(Debug)]
 pub struct SelftestReport {
     /// The table of the times, also of a test that failed.
     pub table: String,
-    /// Why it failed: a step of a pod, or leftover resources or the image of the test.
+    /// Why it failed: a step of the pod, or leftover resources or the image of the test.
     pub failed: Option<SelftestError>,
 }
 
@@ -96,7 +93,7 @@ pub async fn run(
     let containerd = NodeContainerd::find(&wanted.subject);
     let release = containerd.release().await?;
     let merged = containerd.dump().await?;
-    let (ours, other) = handlers(wanted, &merged, &containerd)?;
+    let ours = handler(wanted, &merged, &containerd)?;
     let has_daemon = node::ours(&merged, config).iter().any(|(name, _)| *name == ours);
     if has_daemon {
         // Without a daemon each call of the test would wait for its timeout.
@@ -105,7 +102,7 @@ pub async fn run(
     }
     let mut stop = pin!(stopped(wanted.within)?);
     let cri = CriClient::new(&config.containerd_address);
-    let needed = needed_image(&merged, release, &ours, !has_daemon || other.is_some());
+    let needed = needed_image(&merged, release, &ours, has_daemon);
     let mut pause = None;
     let tested = async {
         if let Some(name) = needed
@@ -116,7 +113,7 @@ pub async fn run(
             let image = pause.insert(PauseImage::new(&name, wanted.pause_program)?);
             unless_stopped(stop.as_mut(), image.import(config)).await?;
         }
-        test_pods(wanted, &cri, &merged, (&ours, other.as_deref()), stop.as_mut(), say).await
+        test_pod(wanted, &cri, &merged, &ours, stop.as_mut(), say).await
     };
     let tested = tested.await;
     let removed = match &pause {
@@ -131,14 +128,14 @@ pub async fn run(
     Ok(SelftestReport { table, failed })
 }
 
-/// The pause image that the test's pods need. `has_built_in`: one is of the built-in controller.
+/// The pause image that the test's pod needs. Without a daemon it is of the built-in controller.
 fn needed_image(
     merged: &Table,
     release: node::Release,
     ours: &str,
-    has_built_in: bool,
+    has_daemon: bool,
 ) -> Option<String> {
-    if has_built_in {
+    if !has_daemon {
         return pause_image::name(merged);
     }
     let handler = node::runtime_table(merged, node::RUNTIME)?.get(ours)?.as_table();
@@ -155,20 +152,20 @@ fn without_image(name: &str, command: &str) -> String {
     )
 }
 
-/// The pods of the test, in its image.
+/// The pod of the test, in its image.
 ///
 /// # Errors
-/// No pod was started. If the image may be left, the error says so.
-async fn test_pods(
+/// It was not started. If the image may be left, the error says so.
+async fn test_pod(
     wanted: &Selftest,
     cri: &CriClient,
     merged: &Table,
-    (ours, other): (&str, Option<&str>),
+    handler: &str,
     mut stop: Pin<&mut impl Future<Output = String>>,
     say: &mut dyn FnMut(String),
 ) -> Result<SelftestReport, SelftestError> {
     let (has_network, image) = prepare(wanted, cri, stop.as_mut()).await?;
-    let plan = |handler: &str, restart: Option<String>| PodPlan {
+    let plan = PodPlan {
         handler: handler.to_owned(),
         has_daemon: node::ours(merged, &wanted.subject.config)
             .iter()
@@ -179,20 +176,13 @@ async fn test_pods(
         runc_root: runc_root(merged, handler),
         own_network: has_network && !wanted.host_network,
         image: image.clone(),
-        restart,
+        restart: wanted.restart.clone(),
     };
-    let mut columns =
-        vec![column(wanted, cri, plan(ours, wanted.restart.clone()), stop.as_mut(), say).await];
-    if let (Some(other), None) = (other, &columns[0].failed) {
-        columns.push(column(wanted, cri, plan(other, None), stop.as_mut(), say).await);
-    }
+    let pod = TimedPod::run(wanted, cri, plan, stop, say).await;
     let removed = cri.remove_image(&image).await;
-    let table = table(&columns);
-    // The second pod runs only if the first one has not failed.
-    let failed = columns.into_iter().find_map(Column::failure);
     Ok(SelftestReport {
-        table,
-        failed: after_removal(failed, removed.map_err(StepErrors::from)).err(),
+        table: pod.table(),
+        failed: after_removal(pod.failure(), removed.map_err(StepErrors::from)).err(),
     })
 }
 
@@ -247,32 +237,29 @@ fn unique() -> Result<String, StepError> {
     Ok(std::fs::read_to_string(UUID).step_at("read file", UUID)?.trim().to_owned())
 }
 
-/// The handler of this sandboxer, and the default one to compare it with.
-fn handlers(
+/// The handler that is tested.
+fn handler(
     wanted: &Selftest,
     merged: &Table,
     containerd: &NodeContainerd,
-) -> Result<(String, Option<String>), SelftestError> {
+) -> Result<String, SelftestError> {
     let known = node::all(merged, &wanted.subject.config);
-    let ours = match &wanted.handler {
-        Some(named) if known.has(named) => named.clone(),
+    match &wanted.handler {
+        Some(named) if known.has(named) => Ok(named.clone()),
         Some(named) => {
             let reason = format!(
                 "{named:?} is not a runtime handler of this sandboxer; its handlers are {:?}",
                 [&known.ours[..], &known.shim_only].concat()
             );
-            return Err(SelftestError(reason));
+            Err(SelftestError(reason))
         }
         None => known.ours.first().or(known.shim_only.first()).cloned().ok_or_else(|| {
             let command = containerd.enable_command(Mode::Sandboxer);
             SelftestError(format!(
                 "containerd has no runtime handler of this sandboxer; run `{command}`"
             ))
-        })?,
-    };
-    let default = if known.default.is_empty() { "runc".to_owned() } else { known.default };
-    let other = Some(default).filter(|default| wanted.compare && *default != ours);
-    Ok((ours, other))
+        }),
+    }
 }
 
 /// An option of a handler's runtime.
@@ -346,7 +333,6 @@ mod tests {
                 program: b"",
                 pause_program: b"",
                 handler: None,
-                compare: false,
                 host_network: false,
                 restart: None,
                 within: Duration::ZERO,
