@@ -189,7 +189,7 @@ async fn disable(options: &cli::Disable) -> Result<ExitCode, CommandFailure> {
         print(&need.to_string())?;
         return Ok(if need.is_needed() { NEEDED.into() } else { ExitCode::SUCCESS });
     }
-    let wanted = Disablement { change, wait: options.wait, handler: options.handler.clone() };
+    let wanted = Disablement { change, handler: options.handler.clone() };
     enable::disable(&wanted, &mut say).await.map_err(|e| e.to_string())?;
     Ok(ExitCode::SUCCESS)
 }

@@ -172,12 +172,9 @@ pub struct Disable {
     /// Remove only this runtime handler [default: all that `enable` has added]
     #[arg(long, value_name = "NAME")]
     pub handler: Option<String>,
-    /// Wait until no pod uses the handlers that are removed
-    #[arg(long)]
-    pub wait: bool,
     /// Print what needs the sandboxer, and change nothing: exit status 75 if pods need it, or its
     /// handler is containerd's default
-    #[arg(long, conflicts_with_all = ["wait", "restart", "dry_run", "handler"])]
+    #[arg(long, conflicts_with_all = ["restart", "dry_run", "handler"])]
     pub check: bool,
     /// The change of the node.
     #[command(flatten)]

@@ -249,20 +249,15 @@ async fn pods_are_unknown_until_cri_answers(node: Arc<Node>) -> Result<()> {
     checked?.refused("CRI does not list the pods that may need the handler")?;
     let said = ran?.refused("CRI does not list the pods that need the handler")?;
     ensure!(etc.files() == before, "the files are not as before: {said}");
-    // As between its stop and its start by another.
+    // A containerd that does not run has no pods.
     etc.node.stop_containerd().await?;
     let program = etc.node.parts().program("containerd").display().to_string();
     let file = etc.node.layout().containerd_config().display().to_string();
-    let words = ["disable", "--wait", "--containerd", &program, "--containerd-config", &file];
-    let starts = async {
-        tokio::time::sleep(Duration::from_secs(2)).await;
-        ensure!(etc.files() == before, "it has not waited");
-        etc.node.start_containerd().await
-    };
-    let said = etc.run_until(&words, "waiting for CRI, which lists the pods", starts).await?;
-    let said = said.well()?;
-    ensure!(!etc.drop_in().exists(), "{said}");
-    // Without CRI none is to be waited for.
+    let words = ["disable", "--containerd", &program, "--containerd-config", &file];
+    etc.run_beside(&words).await?.well()?;
+    ensure!(!etc.drop_in().exists(), "the drop-in is left");
+    etc.node.start_containerd().await?;
+    // Without CRI there are none.
     etc.run(&["enable"]).well()?;
     let text = fs::read_to_string(etc.file())?;
     fs::write(etc.file(), format!("disabled_plugins = ['io.containerd.grpc.v1.cri']\n{text}"))?;

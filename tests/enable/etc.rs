@@ -109,29 +109,6 @@ impl Etc {
         Ok(Ran { success: output.status.success(), text })
     }
 
-    /// A command that waits for what `work` does, which begins when it has printed `line`.
-    pub(crate) async fn run_until(
-        &self,
-        words: &[&str],
-        line: &str,
-        work: impl Future<Output = Result<()>>,
-    ) -> Result<Ran> {
-        let path = self.node.layout().top.join("printed");
-        let printed = fs::File::create(&path)?;
-        let mut command = self.command(words);
-        let mut child = command.stdout(printed.try_clone()?).stderr(printed).spawn()?;
-        kit::until("the command waits", Duration::from_secs(60), async || {
-            let text = fs::read_to_string(&path)?;
-            ensure!(text.contains(line), "{text}");
-            Ok(())
-        })
-        .await?;
-        work.await?;
-        #[allow(clippy::disallowed_methods, reason = "a test's own thread")]
-        let status = tokio::task::spawn_blocking(move || child.wait()).await??;
-        Ok(Ran { success: status.success(), text: fs::read_to_string(&path)? })
-    }
-
     /// Where a test can have programs of the sandboxer, which the commands are of then.
     pub(crate) fn programs(&self) -> PathBuf {
         self.node.layout().top.join("programs")

@@ -17,7 +17,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
     cases![
         disable_does_not_restart_for_the_edit_of_another,
         disable_does_not_restart_with_an_unread_edit,
-        a_wait_for_the_pods_of_the_default_handler_is_announced,
+        a_refusal_names_what_makes_the_handler_the_default,
         options_that_a_command_undoes_are_named,
         a_change_of_the_settings_alone_restarts_no_containerd,
         an_added_handler_is_not_removed,
@@ -67,7 +67,7 @@ async fn disable_does_not_restart_with_an_unread_edit(node: Arc<Node>) -> Result
     Ok(())
 }
 
-async fn a_wait_for_the_pods_of_the_default_handler_is_announced(node: Arc<Node>) -> Result<()> {
+async fn a_refusal_names_what_makes_the_handler_the_default(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     let words = ["enable", "--default", "--offline"];
     etc.with_restart(&words, always).await?.well()?;
@@ -78,11 +78,7 @@ async fn a_wait_for_the_pods_of_the_default_handler_is_announced(node: Arc<Node>
     let said = etc.run(&["disable", "--check"]).refused("pod: default/web (")?;
     let default = "default: runc-pause is containerd's default handler, for new pods: run ";
     ensure!(said.contains(&format!("{default}{way}")), "{said}");
-    let words = ["disable", "--wait"];
-    let said = etc.run_until(&words, "waiting for 1 pod", pod.remove()).await?.well()?;
-    ensure!(said.contains("runc-pause is the node's default handler"), "{said}");
-    ensure!(said.contains(way) && said.contains("Interrupt it"), "{said}");
-    Ok(())
+    pod.remove().await
 }
 
 async fn options_that_a_command_undoes_are_named(node: Arc<Node>) -> Result<()> {

@@ -48,7 +48,7 @@ fn a_removal_is_refused_while_the_node_needs_the_sandboxer() {
             let text = String::from_utf8(output.stdout).unwrap();
             assert_eq!(output.status.code(), Some(1), "{word} {answer}: {text}");
             assert!(text.contains("not removed") && text.contains(said), "{answer}: {text}");
-            assert!(text.contains("pause-sandboxer disable --wait --restart\n"), "{text}");
+            assert!(text.contains("pause-sandboxer disable --restart\n"), "{text}");
             assert!(text.contains(&format!("touch {}\n", node.at(FORCE).display())), "{text}");
             assert_eq!(node.asked(), "", "{word} {answer}: the daemon runs on");
         }

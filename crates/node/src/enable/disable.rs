@@ -1,7 +1,6 @@
 //! `pause-sandboxer disable`.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use base::config::{Config, adopted_file};
 use containerd_api::cri::CriClient;
@@ -13,7 +12,6 @@ use super::main_config::BACKUP;
 use super::node_state::{NodeState, loaded_handlers};
 use super::{EnableError, Mode, NO_CHANGES, NodeChange, Say};
 use super::{ordering, plan, pods, refuse, refuse_restart, restart, restart_yourself};
-use crate::check::Subject;
 use crate::check::containerd as merged_config;
 use crate::check::containerd::{NodeContainerd, enabled};
 use crate::oci_image;
@@ -22,16 +20,11 @@ mod blocking_pods;
 
 pub(super) use blocking_pods::BlockingPods;
 
-/// Polling interval of the pods.
-const INTERVAL: Duration = Duration::from_secs(1);
-
 /// The task of `disable`.
 #[derive(Clone, Debug)]
 pub struct Disablement {
     /// The node, and how it is changed.
     pub change: NodeChange,
-    /// Wait until no pod needs the handlers that are removed.
-    pub wait: bool,
     /// Remove only this runtime handler.
     pub handler: Option<String>,
 }
@@ -203,65 +196,65 @@ impl Removal {
 /// the error says so.
 pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableError> {
     let change = wanted.change.located(&wanted.change.subject.config)?;
-    let wanted = &Disablement { change, ..wanted.clone() };
-    let (change, config) = (&wanted.change, &wanted.change.subject.config);
-    let (_lock, mut node) = change.begin(false).await?;
-    let removal = loop {
-        // A config that containerd does not load is no obstacle: this may be what corrects it.
-        let removal = Removal::new(&node, change, wanted.handler.as_ref())?;
-        removal.has_named(&node)?;
-        if change.dry_run {
-            say(removal.shown(&node));
-            return Ok(());
+    let config = &change.subject.config;
+    let (_lock, node) = change.begin(false).await?;
+    // A config that containerd does not load is no obstacle: this may be what corrects it.
+    let removal = Removal::new(&node, &change, wanted.handler.as_ref())?;
+    removal.has_named(&node)?;
+    if change.dry_run {
+        say(removal.shown(&node));
+        return Ok(());
+    }
+    if change.restart.is_some()
+        && removal.keeps_sandboxer
+        && let Err(reason) = pods::answering_daemon(config).await
+    {
+        return refuse_restart(&reason);
+    }
+    if change.restart.is_some() && removal.changes_containerd() {
+        node.only_own_changes(&removal.drop_ins(&node))?;
+    }
+    if !removal.is_done() || removal.may_be_loaded(&node) {
+        let left = BlockingPods::find(&change.subject, &removal).await?;
+        if !left.is_empty() {
+            return refuse(left.refusal(&removal));
         }
-        if change.restart.is_some()
-            && removal.keeps_sandboxer
-            && let Err(reason) = pods::answering_daemon(config).await
-        {
-            return refuse_restart(&reason);
-        }
-        if change.restart.is_some() && removal.changes_containerd() {
-            node.only_own_changes(&removal.drop_ins(&node))?;
-        }
-        let has_waited = (!removal.is_done() || removal.may_be_loaded(&node))
-            && wait_for_pods(wanted, &removal, say).await?;
-        if has_waited {
-            // It may have been days: what others have written since stays, and containerd may have
-            // been upgraded or restarted.
-            let containerd_config = Some(node.containerd.file.clone());
-            let subject = Subject { containerd_config, ..change.subject.clone() };
-            node = NodeState::read(&subject).await?;
-            if change.restart.is_some() {
-                node.is_of_running()?;
-            }
-            continue;
-        }
-        if removal.is_done() {
-            let file = node.containerd.file.display();
-            say(format!("containerd's config {file} does not name this sandboxer"));
-            break removal;
-        }
-        removal.changes.apply()?;
-        if let Err(reason) = verify(&node, &removal, config).await {
-            return Err(removal.changes.roll_back(&reason));
-        }
-        // A pod may have arrived meanwhile.
-        let left = BlockingPods::find(&change.subject, &removal, wanted.wait).await;
-        let left = left.map_err(|step| removal.changes.roll_back(&step.to_string()))?;
-        let when = "during the removal: remove them, or use --wait";
-        let Some(reason) = left.reason(when) else { break removal };
-        if !wanted.wait {
-            return Err(removal.changes.roll_back(&reason));
-        }
-        removal.changes.undo().map_err(|steps| steps.to_string())?;
-    };
+    }
+    if removal.is_done() {
+        let file = node.containerd.file.display();
+        say(format!("containerd's config {file} does not name this sandboxer"));
+    } else {
+        apply(&change, &node, &removal).await?;
+    }
     removal.changes.paths().for_each(|path| say(format!("removed or restored {}", path.display())));
     if removal.own > 0 {
         restart::reload_units(change.within, say).await;
     }
-    unload(wanted, &node, &removal, say).await?;
+    unload(&change, &node, &removal, say).await?;
     ordering::remove_directories();
     Ok(())
+}
+
+/// Changes the files, unless containerd's config is wrong with the changes or a pod has come.
+///
+/// # Errors
+/// All changes are rolled back, unless the error says that one is not.
+async fn apply(
+    change: &NodeChange,
+    node: &NodeState,
+    removal: &Removal,
+) -> Result<(), EnableError> {
+    removal.changes.apply()?;
+    if let Err(reason) = verify(node, removal, &change.subject.config).await {
+        return Err(removal.changes.roll_back(&reason));
+    }
+    // A pod may have arrived meanwhile.
+    match BlockingPods::find(&change.subject, removal).await {
+        Ok(left) => left
+            .reason("during the removal: remove them")
+            .map_or(Ok(()), |reason| Err(removal.changes.roll_back(&reason))),
+        Err(step) => Err(removal.changes.roll_back(&step.to_string())),
+    }
 }
 
 /// Fails unless containerd's merged config has all other handlers, and none of this sandboxer.
@@ -298,51 +291,15 @@ async fn verify(node: &NodeState, removal: &Removal, config: &Config) -> Result<
     plan::unchanged(before, &after, &removal.handlers, false, config)
 }
 
-/// Returns when no pod needs the handlers; whether it has waited.
-async fn wait_for_pods(
-    wanted: &Disablement,
-    removal: &Removal,
-    say: Say<'_>,
-) -> Result<bool, EnableError> {
-    let mut last = BlockingPods::default();
-    loop {
-        let left = BlockingPods::find(&wanted.change.subject, removal, wanted.wait).await?;
-        if left.is_empty() {
-            return Ok(!last.is_empty());
-        }
-        if !wanted.wait {
-            return refuse(left.refusal(removal));
-        }
-        if let (true, Some((fact, command))) = (last.is_empty(), removal.default_handler()) {
-            // That command needs the lock which this one holds.
-            say(format!(
-                "{fact}: new pods use it, so this command may wait indefinitely. Interrupt it, run \
-                 {command}, then run `disable` again"
-            ));
-        }
-        if let (None, Some(reason)) = (&last.unknown, &left.unknown) {
-            say(format!(
-                "waiting for CRI, which lists the pods: {reason}. If containerd does not start, \
-                 interrupt this command, and run `disable` without --wait and --restart"
-            ));
-        }
-        if left.pods != last.pods && !left.pods.is_empty() {
-            say(format!("waiting for {}", pods::shown(&left.pods)));
-        }
-        last = left;
-        tokio::time::sleep(INTERVAL).await;
-    }
-}
-
 /// Restarts containerd if it still has the handlers: not for what others have written.
 async fn unload(
-    wanted: &Disablement,
+    change: &NodeChange,
     node: &NodeState,
     removal: &Removal,
     say: Say<'_>,
 ) -> Result<(), EnableError> {
-    let (subject, changes) = (&wanted.change.subject, &removal.changes);
-    let cri = CriClient::new(&subject.config.containerd_address);
+    let changes = &removal.changes;
+    let cri = CriClient::new(&change.subject.config.containerd_address);
     let known = loaded_handlers(&cri).await.unwrap_or_default();
     let lost = removal.lost();
     let has_unread = node.containerd.has_unread_files();
@@ -357,7 +314,7 @@ async fn unload(
         }
         return Ok(());
     }
-    let Some(restart) = wanted.change.restart() else {
+    let Some(restart) = change.restart() else {
         say(restart_yourself(&node.containerd));
         return Ok(());
     };
@@ -369,7 +326,7 @@ async fn unload(
     if let Err(reason) = restart.load(changes, without).await {
         return Err(restart.after_rollback(changes, &reason).await);
     }
-    if let Some(reason) = late_pods(wanted, removal).await {
+    if let Some(reason) = late_pods(change, removal).await {
         if changes.is_empty() {
             // No file gives the handler back.
             return refuse(format!(
@@ -388,12 +345,12 @@ async fn unload(
 }
 
 /// The pods that came before the restart, by which containerd has lost the handler that they need.
-async fn late_pods(wanted: &Disablement, removal: &Removal) -> Option<String> {
+async fn late_pods(change: &NodeChange, removal: &Removal) -> Option<String> {
     if !removal.changes_containerd() && !removal.has_stale() {
         // containerd no longer had the handler.
         return None;
     }
-    match BlockingPods::find(&wanted.change.subject, removal, wanted.wait).await {
+    match BlockingPods::find(&change.subject, removal).await {
         Ok(left) => left.reason("before the restart"),
         Err(step) => Some(step.to_string()),
     }

@@ -60,7 +60,7 @@ pub async fn need(change: &NodeChange) -> Result<Need, EnableError> {
     }
     let node = NodeState::read(subject).await?;
     let removal = Removal::new(&node, change, None)?;
-    let BlockingPods { pods, unknown, .. } = BlockingPods::find(subject, &removal, false).await?;
+    let BlockingPods { pods, unknown, .. } = BlockingPods::find(subject, &removal).await?;
     if let Some(reason) = unknown {
         return refuse(format!(
             "containerd runs, but CRI does not list the pods that may need the handler: {reason}"

@@ -32,7 +32,6 @@ impl BlockingPods {
     pub(in crate::enable) async fn find(
         subject: &Subject,
         removal: &Removal,
-        has_time: bool,
     ) -> Result<Self, StepError> {
         let config = &subject.config;
         let mut ours = match removal.modes == [Mode::ShimOnly] {
@@ -45,10 +44,9 @@ impl BlockingPods {
         let mut found = Self { pods: ours.clone(), ..Self::default() };
         if let Err(step) = found.add_pods_of_cri(config, removal, &ours).await {
             // A containerd that starts lists them later. A stopped one cannot, and the
-            // removal may be what lets it start; it may also be between two starts, if there is
-            // time to wait.
+            // removal may be what lets it start.
             let runs = NodeContainerd::find(subject).pid.is_some();
-            found.unknown = (runs || has_time).then(|| step.to_string());
+            found.unknown = runs.then(|| step.to_string());
         }
         Ok(found)
     }
@@ -100,8 +98,8 @@ impl BlockingPods {
         if let (true, Some(reason)) = (self.pods.is_empty(), &self.unknown) {
             return format!(
                 "containerd runs, but CRI does not list the pods that need the handler: {reason}. \
-                 Run the command again when CRI answers, or use --wait. If CRI never answers, stop \
-                 containerd, run `disable` without --restart, and start containerd"
+                 Run the command again when CRI answers. If CRI never answers, stop containerd, run \
+                 `disable` without --restart, and start containerd"
             );
         }
         let known = if self.handlers.is_empty() { removal.lost() } else { self.handlers.clone() };
@@ -112,7 +110,7 @@ impl BlockingPods {
         let mut reason = format!(
             "{}: they need runtime handler {handlers}, and without it their containers cannot be \
              started again, and pods of the sandboxer can neither be stopped nor removed. Remove \
-             them, or use --wait",
+             them, and run the command again",
             pods::shown(&self.pods)
         );
         if let Some((fact, command)) = removal.default_handler() {
