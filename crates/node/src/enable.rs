@@ -275,7 +275,7 @@ impl EnablePlan {
             changes.add(FileChange::copy(path.with_added_extension(BACKUP), other)?);
         }
         changes.directory(directory_of(path));
-        let text = handler.drop_in(wanted, &node.main)?;
+        let text = handler.drop_in(wanted, node.main.version_of_drop_in())?;
         changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
         let address = &wanted.change.subject.config.containerd_address;
         let generated = find::generated(address, &node.containerd.file, &node.containerd.unit);
@@ -327,7 +327,7 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
         && !has_unread
         && node.loaded.as_ref().is_some_and(|loaded| loaded.contains(&wanted.handler));
     let needs_daemon =
-        wanted.mode == Mode::Sandboxer || !ours(plan.handler.merged(), config).is_empty();
+        wanted.mode == Mode::Sandboxer || !ours(&plan.handler.before, config).is_empty();
     let answers = if needs_daemon { pods::answering_daemon(config).await } else { Ok(()) };
     let without_daemon = answers.err();
     if let (Some(reason), true) = (&without_daemon, change.restart.is_some()) {
@@ -381,7 +381,7 @@ fn adopt_settings(
         return Ok(());
     }
     let own = OwnSettings::read(&change.settings, &config.socket)?;
-    let text = own.adopted(&config.containerd_address, handler.merged(), &handler.settings)?;
+    let text = own.adopted(&config.containerd_address, &handler.before, &handler.settings)?;
     if text.is_some() {
         check_trusted(&path)?;
         changes.directory(directory_of(&path));

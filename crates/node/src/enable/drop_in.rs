@@ -7,23 +7,10 @@ use base::error::StepError;
 use toml::{Table, Value};
 
 use super::changes::FileState;
+use super::plan::HandlerPlan;
 use super::{EnableError, Enablement, Mode, refuse};
 use crate::check::containerd::{CRI_OF_2, IMAGES, RUNTIME, enabled, runtime_table};
 use crate::oci_image;
-
-/// The settings of a drop-in.
-#[derive(Clone, Debug)]
-pub(super) struct DropInSettings<'a> {
-    pub(super) wanted: &'a Enablement,
-    /// The sandboxer's name in containerd.
-    pub(super) sandboxer: &'a str,
-    /// The path of the shim, for the built-in controller.
-    pub(super) shim: Option<&'a str>,
-    /// The handler whose settings it takes over.
-    pub(super) base: &'a str,
-    /// The settings of that handler.
-    pub(super) settings: &'a Table,
-}
 
 /// The file at the drop-in's place, which need not exist.
 #[derive(Debug)]
@@ -146,13 +133,13 @@ fn set(table: &mut Table, path: &[&str], value: impl Into<Value>) {
     }
 }
 
-impl DropInSettings<'_> {
+impl HandlerPlan {
     /// The handler's table.
     pub(super) fn handler_table(&self) -> Table {
-        let mut handler = taken_over(self.settings);
-        handler.insert("sandboxer".to_owned(), self.sandboxer.into());
-        let (key, value) = match self.shim {
-            Some(shim) => ("runtime_path", shim.into()),
+        let mut handler = taken_over(&self.settings);
+        handler.insert("sandboxer".to_owned(), self.sandboxer.as_str().into());
+        let (key, value) = match &self.shim {
+            Some(shim) => ("runtime_path", shim.as_str().into()),
             // From containerd 2.4 on; older versions ignore it.
             None => ("disable_pause_image_pull", true.into()),
         };
@@ -160,20 +147,24 @@ impl DropInSettings<'_> {
         handler
     }
 
-    /// The file, with the names of this version; `None` is a config file without one.
+    /// The drop-in, with the names of this version; `None` is a config file without one.
     ///
     /// # Errors
     /// It cannot be written as TOML.
-    pub(super) fn text(&self, version: Option<i64>) -> Result<String, String> {
+    pub(super) fn drop_in(
+        &self,
+        wanted: &Enablement,
+        version: Option<i64>,
+    ) -> Result<String, EnableError> {
         // The file has no version, so that containerd up to 2.2 reads it as of the version of
         // another one. A handler of another version's name would hide that file's handlers there.
         let is_2 = version == Some(2);
         let runtime = if is_2 { CRI_OF_2 } else { RUNTIME };
-        let (mut table, wanted) = (Table::new(), self.wanted);
+        let mut table = Table::new();
         if self.shim.is_none() {
             let socket = wanted.change.subject.config.socket.display().to_string();
-            set(&mut table, &["proxy_plugins", self.sandboxer, "type"], "sandbox");
-            set(&mut table, &["proxy_plugins", self.sandboxer, "address"], socket);
+            set(&mut table, &["proxy_plugins", &self.sandboxer, "type"], "sandbox");
+            set(&mut table, &["proxy_plugins", &self.sandboxer, "address"], socket);
         }
         let containerd = ["plugins", runtime, "containerd"];
         let handler = [&containerd[..], &["runtimes", &wanted.handler]].concat();
@@ -191,7 +182,7 @@ impl DropInSettings<'_> {
             set(&mut table, image, oci_image::NAME);
         }
         let written = toml::to_string(&table).map_err(|e| e.to_string())?;
-        Ok(format!("{}\n{written}", enabled::head(&wanted.options(), self.base)))
+        Ok(format!("{}\n{written}", enabled::head(&wanted.options(), &self.base)))
     }
 }
 
@@ -207,17 +198,17 @@ mod tests {
         [options]\nSystemdCgroup = true\nBinaryName = '/opt/runc'\nRoot = ''\nIoUid = 0\n";
 
     fn text(version: Option<i64>, default: bool, offline: bool) -> String {
-        let settings = RUNC.parse().unwrap();
         let mut wanted = Enablement { default, offline, ..enablement() };
         wanted.change.subject.config.socket = "/run/s.sock".into();
-        let set = DropInSettings {
-            wanted: &wanted,
-            sandboxer: "pause-sandboxer",
+        let plan = HandlerPlan {
+            sandboxer: "pause-sandboxer".to_owned(),
             shim: None,
-            base: "runc",
-            settings: &settings,
+            base: "runc".to_owned(),
+            settings: RUNC.parse().unwrap(),
+            before: Table::new(),
+            replaced: None,
         };
-        set.text(version).unwrap()
+        plan.drop_in(&wanted, version).unwrap()
     }
 
     #[test]

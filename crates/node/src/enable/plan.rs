@@ -4,8 +4,7 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::drop_in::{self, DropInSettings};
-use super::main_config::MainConfig;
+use super::drop_in;
 use super::{EnableError, Enablement, refuse};
 use crate::check::containerd::{self as node, IMAGES, Mode, RUNTIME, enabled, shim_only};
 use base::config::Config;
@@ -30,15 +29,18 @@ const COMMON_VERSION: i64 = 3;
 /// The handler to add, checked.
 #[derive(Debug)]
 pub(super) struct HandlerPlan {
+    /// The sandboxer's name in containerd.
     pub(super) sandboxer: String,
     /// The shim beside this program, for the built-in controller.
     pub(super) shim: Option<String>,
-    base: String,
+    /// The handler whose settings it takes over.
+    pub(super) base: String,
+    /// The settings of that handler.
     pub(super) settings: Table,
     /// containerd's merged config before the change.
-    before: Table,
+    pub(super) before: Table,
     /// The handlers of the previous drop-in, if there was one: these may change.
-    replaced: Option<Vec<String>>,
+    pub(super) replaced: Option<Vec<String>>,
 }
 
 impl HandlerPlan {
@@ -108,38 +110,11 @@ impl HandlerPlan {
         Ok(Self { sandboxer, shim, base, settings, before, replaced })
     }
 
-    /// containerd's merged config before the change.
-    pub(super) fn merged(&self) -> &Table {
-        &self.before
-    }
-
-    /// The drop-in.
-    ///
-    /// # Errors
-    /// It cannot be written as TOML.
-    pub(super) fn drop_in(
-        &self,
-        wanted: &Enablement,
-        main: &MainConfig,
-    ) -> Result<String, EnableError> {
-        self.contents(wanted).text(main.version_of_drop_in()).map_err(EnableError::from)
-    }
-
     /// The version of a config file that is created: one that every supported containerd reads,
     /// because an older containerd may be installed later.
     pub(super) fn new_file_version(&self) -> i64 {
         let newest = self.before.get("version").and_then(Value::as_integer);
         newest.unwrap_or(COMMON_VERSION).min(COMMON_VERSION)
-    }
-
-    fn contents<'a>(&'a self, wanted: &'a Enablement) -> DropInSettings<'a> {
-        DropInSettings {
-            wanted,
-            sandboxer: &self.sandboxer,
-            shim: self.shim.as_deref(),
-            base: &self.base,
-            settings: &self.settings,
-        }
     }
 
     /// Fails unless the merged config has the handler as it was wanted, and everything else as it
@@ -158,7 +133,7 @@ impl HandlerPlan {
             let handler = &wanted.handler;
             return Err(format!("containerd's merged config has no runtime handler {handler:?}"));
         }
-        let mut expected = self.contents(wanted).handler_table();
+        let mut expected = self.handler_table();
         let mut there = there.map(drop_in::taken_over).unwrap_or_default();
         for table in [&mut expected, &mut there] {
             // Not every version knows it.
@@ -364,7 +339,7 @@ mod tests {
         );
         // The handler that was the default before this one became it.
         let first = plan(&wanted, "nvidia", None).unwrap();
-        let text = first.contents(&wanted).text(None).unwrap();
+        let text = first.drop_in(&wanted, None).unwrap();
         assert_eq!(plan(&wanted, "runc-pause", Some(&text)).unwrap().base, "nvidia");
     }
 
@@ -383,7 +358,7 @@ mod tests {
         let small = Mode::ShimOnly.handler().to_owned();
         let wanted = Enablement { mode: Mode::ShimOnly, handler: small, ..enablement() };
         let made = plan(&wanted, "runc", None).unwrap();
-        let text = made.contents(&wanted).text(None).unwrap();
+        let text = made.drop_in(&wanted, None).unwrap();
         let table: Table = text.parse().unwrap();
         assert!(!table.contains_key("proxy_plugins"), "{text}");
         let handler = &table["plugins"][RUNTIME]["containerd"]["runtimes"]["runc-small"];
@@ -411,7 +386,7 @@ mod tests {
     fn what_containerd_makes_of_it_is_compared() {
         let wanted = enablement();
         let plan = plan(&wanted, "runc", None).unwrap();
-        let added = plan.contents(&wanted).text(None).unwrap();
+        let added = plan.drop_in(&wanted, None).unwrap();
         let after_of = |wanted: &Enablement, change: (&str, &str)| -> Result<(), String> {
             let mut table = merged("runc");
             let more: Table = added.parse().unwrap();
