@@ -25,8 +25,8 @@ const LAYOUT: [&str; 7] = [
 /// Compiles the programs for cargo's target.
 pub(crate) fn compile() {
     println!("cargo:rerun-if-changed=build/pause.rs");
+    println!("cargo:rerun-if-changed=src/pause/program");
     for (name, source) in PROGRAMS {
-        println!("cargo:rerun-if-changed={source}");
         compile_one(name, source);
     }
 }

@@ -8,99 +8,12 @@
 #![no_std]
 #![no_main]
 
-use core::arch::{asm, global_asm};
+mod arch;
 
-#[cfg(target_arch = "x86_64")]
-mod arch {
-    use super::{asm, global_asm};
+use arch::{EXIT_GROUP, RT_SIGPROCMASK, RT_SIGTIMEDWAIT, syscall};
 
-    pub const RT_SIGPROCMASK: usize = 14;
-    pub const WAIT4: usize = 61;
-    pub const RT_SIGTIMEDWAIT: usize = 128;
-    pub const PRCTL: usize = 157;
-    pub const EXIT_GROUP: usize = 231;
-
-    // The kernel enters with an aligned stack and without a return address, as `call` leaves it.
-    global_asm!(
-        ".globl _start",
-        "_start:",
-        "xor ebp, ebp",
-        "call {run}",
-        "ud2",
-        run = sym super::run
-    );
-
-    /// A system call of up to four arguments; the answer, negative on error.
-    ///
-    /// # Safety
-    /// Pointers among the arguments must be valid for what the call does with them.
-    #[inline(always)]
-    pub unsafe fn syscall(number: usize, a: usize, b: usize, c: usize, d: usize) -> isize {
-        let answer: isize;
-        // SAFETY: the kernel keeps all registers but rax, rcx and r11; the memory is the caller's
-        // promise.
-        unsafe {
-            asm!(
-                "syscall",
-                inlateout("rax") number as isize => answer,
-                in("rdi") a,
-                in("rsi") b,
-                in("rdx") c,
-                in("r10") d,
-                out("rcx") _,
-                out("r11") _,
-                options(nostack)
-            );
-        }
-        answer
-    }
-}
-
-#[cfg(target_arch = "aarch64")]
-mod arch {
-    use super::{asm, global_asm};
-
-    pub const EXIT_GROUP: usize = 94;
-    pub const RT_SIGPROCMASK: usize = 135;
-    pub const RT_SIGTIMEDWAIT: usize = 137;
-    pub const PRCTL: usize = 167;
-    pub const WAIT4: usize = 260;
-
-    global_asm!(
-        ".globl _start",
-        "_start:",
-        "mov x29, #0",
-        "mov x30, #0",
-        "bl {run}",
-        "brk #1",
-        run = sym super::run
-    );
-
-    /// A system call of up to four arguments; the answer, negative on error.
-    ///
-    /// # Safety
-    /// Pointers among the arguments must be valid for what the call does with them.
-    #[inline(always)]
-    pub unsafe fn syscall(number: usize, a: usize, b: usize, c: usize, d: usize) -> isize {
-        let answer: isize;
-        // SAFETY: the kernel keeps all registers but x0; the memory is the caller's promise.
-        unsafe {
-            asm!(
-                "svc #0",
-                in("x8") number,
-                inlateout("x0") a as isize => answer,
-                in("x1") b,
-                in("x2") c,
-                in("x3") d,
-                options(nostack)
-            );
-        }
-        answer
-    }
-}
-
-use arch::{EXIT_GROUP, PRCTL, RT_SIGPROCMASK, RT_SIGTIMEDWAIT, WAIT4, syscall};
-
+const WAIT4: usize = if cfg!(target_arch = "x86_64") { 61 } else { 260 };
+const PRCTL: usize = if cfg!(target_arch = "x86_64") { 157 } else { 167 };
 const SIGINT: isize = 2;
 const SIGTERM: isize = 15;
 const SIGCHLD: isize = 17;
@@ -117,7 +30,7 @@ static ALL: u64 = !0;
 static WANTED: u64 = 1 << (SIGINT - 1) | 1 << (SIGTERM - 1) | 1 << (SIGCHLD - 1);
 static NAME: [u8; 6] = *b"pause\0";
 
-unsafe extern "C" fn run() -> ! {
+unsafe extern "C" fn run(_stack: *const usize) -> ! {
     // SAFETY: every pointer passed is that of a static of the size that the call reads, or null
     // where it may be.
     unsafe {

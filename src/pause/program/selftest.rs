@@ -5,99 +5,11 @@
 #![no_std]
 #![no_main]
 
-use core::arch::{asm, global_asm};
+mod arch;
 
-#[cfg(target_arch = "x86_64")]
-mod arch {
-    use super::{asm, global_asm};
+use arch::{EXIT_GROUP, RT_SIGPROCMASK, RT_SIGTIMEDWAIT, syscall};
 
-    pub const WRITE: usize = 1;
-    pub const RT_SIGPROCMASK: usize = 14;
-    pub const RT_SIGTIMEDWAIT: usize = 128;
-    pub const EXIT_GROUP: usize = 231;
-
-    // The kernel enters with the arguments on the aligned stack.
-    global_asm!(
-        ".globl _start",
-        "_start:",
-        "xor ebp, ebp",
-        "mov rdi, rsp",
-        "call {run}",
-        "ud2",
-        run = sym super::run
-    );
-
-    /// A system call of up to four arguments; the answer, negative on error.
-    ///
-    /// # Safety
-    /// Pointers among the arguments must be valid for what the call does with them.
-    #[inline(always)]
-    pub unsafe fn syscall(number: usize, a: usize, b: usize, c: usize, d: usize) -> isize {
-        let answer: isize;
-        // SAFETY: the kernel keeps all registers but rax, rcx and r11; the memory is the caller's
-        // promise.
-        unsafe {
-            asm!(
-                "syscall",
-                inlateout("rax") number as isize => answer,
-                in("rdi") a,
-                in("rsi") b,
-                in("rdx") c,
-                in("r10") d,
-                out("rcx") _,
-                out("r11") _,
-                options(nostack)
-            );
-        }
-        answer
-    }
-}
-
-#[cfg(target_arch = "aarch64")]
-mod arch {
-    use super::{asm, global_asm};
-
-    pub const WRITE: usize = 64;
-    pub const EXIT_GROUP: usize = 94;
-    pub const RT_SIGPROCMASK: usize = 135;
-    pub const RT_SIGTIMEDWAIT: usize = 137;
-
-    global_asm!(
-        ".globl _start",
-        "_start:",
-        "mov x29, #0",
-        "mov x30, #0",
-        "mov x0, sp",
-        "bl {run}",
-        "brk #1",
-        run = sym super::run
-    );
-
-    /// A system call of up to four arguments; the answer, negative on error.
-    ///
-    /// # Safety
-    /// Pointers among the arguments must be valid for what the call does with them.
-    #[inline(always)]
-    pub unsafe fn syscall(number: usize, a: usize, b: usize, c: usize, d: usize) -> isize {
-        let answer: isize;
-        // SAFETY: the kernel keeps all registers but x0; the memory is the caller's promise.
-        unsafe {
-            asm!(
-                "svc #0",
-                in("x8") number,
-                inlateout("x0") a as isize => answer,
-                in("x1") b,
-                in("x2") c,
-                in("x3") d,
-                options(nostack)
-            );
-        }
-        answer
-    }
-}
-
-use arch::{EXIT_GROUP, RT_SIGPROCMASK, RT_SIGTIMEDWAIT, WRITE, syscall};
-
+const WRITE: usize = if cfg!(target_arch = "x86_64") { 1 } else { 64 };
 const STDOUT: usize = 1;
 const SIGTERM: isize = 15;
 const SIG_BLOCK: usize = 0;
