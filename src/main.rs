@@ -1,8 +1,6 @@
 //! The entry point: runs the command of the command line and sets the exit status.
 
-use std::fs::File;
-use std::io::{self, BufWriter, IsTerminal as _, Write as _};
-use std::path::Path;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
@@ -15,7 +13,6 @@ use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
 use pause_sandboxer::enable::{self, Disablement, Enablement, Mode, NodeChange, RestartBy};
 use pause_sandboxer::error::{IoContext as _, StepError};
-use pause_sandboxer::oci_image;
 use pause_sandboxer::pause::binary::{PROGRAM, SELFTEST};
 use pause_sandboxer::selftest::{self, Selftest};
 use pause_sandboxer::shim;
@@ -104,7 +101,6 @@ async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
         Command::Selftest(options) => selftest(&options).await?,
         Command::Config(ConfigCommand::Default) => print(&Config::default().to_toml())?,
         Command::Config(ConfigCommand::Show(settings)) => print(&settings.load()?.to_toml())?,
-        Command::Image { output } => write_image(output.as_deref())?,
         Command::Version => print(&format!("pause-sandboxer {}\n", env!("CARGO_PKG_VERSION")))?,
     }
     Ok(ExitCode::SUCCESS)
@@ -207,19 +203,6 @@ async fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> 
     let report = selftest::run(&wanted, &mut say).await.map_err(|e| e.to_string())?;
     print(&report.table)?;
     report.failed.map_or(Ok(()), |failed| Err(failed.to_string().into()))
-}
-
-fn write_image(file: Option<&Path>) -> Result<(), String> {
-    match file {
-        Some(path) => File::create(path)
-            .and_then(|file| oci_image::write(PROGRAM, BufWriter::new(file)))
-            .map_err(|e| format!("write {}: {e}", path.display())),
-        None if io::stdout().is_terminal() => {
-            Err("image: refusing to write an archive to a terminal; use -o FILE".to_owned())
-        }
-        None => oci_image::write(PROGRAM, io::stdout().lock())
-            .map_err(|e| format!("write to standard output: {e}")),
-    }
 }
 
 /// A text for standard output, with colours on a terminal.

@@ -74,14 +74,6 @@ pub enum Command {
     /// Print settings as a config file
     #[command(subcommand)]
     Config(ConfigCommand),
-    /// Write the pause program as an OCI image archive, for nodes without a registry
-    ///
-    /// Import with: pause-sandboxer image | ctr -n k8s.io images import -
-    Image {
-        /// File to write [default: standard output]
-        #[arg(short, long, value_name = "FILE")]
-        output: Option<PathBuf>,
-    },
     /// Print the version
     Version,
 }

@@ -105,7 +105,7 @@ impl Plan {
         .await?;
         sandbox::put_state_on_tmpfs(&node)?;
         if offline {
-            sandbox::import(&node)?;
+            sandbox::import(&node).await?;
         }
         if handler == Handler::Ours {
             node.start_sandboxer().await?;

@@ -4,7 +4,7 @@ use std::fs::{self, DirBuilder, File};
 use std::io::Write as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -12,7 +12,10 @@ use kit::machine::{cgroup, processes};
 use kit::{ContainerSpec, Handler, Node, PAUSE_IMAGE, Parts, Pod, PodSpec, until};
 use nix::mount::{MsFlags, mount};
 use nix::sys::signal::Signal;
-use pause_sandboxer::oci_image::NAME as IMAGE;
+use pause_sandboxer::config::CONTAINERD_NAMESPACE;
+use pause_sandboxer::containerd::{GrpcEndpoint, images};
+use pause_sandboxer::oci_image::{self, NAME as IMAGE};
+use pause_sandboxer::pause::binary::PROGRAM;
 
 use crate::cell::{Cell, seconds};
 use crate::events::Run;
@@ -156,18 +159,9 @@ pub(crate) fn offline() -> Result<PathBuf> {
 }
 
 /// Imports that image.
-pub(crate) fn import(node: &Node) -> Result<()> {
-    let program = node.sandboxer_command()?.get_program().to_owned();
-    let mut image = Command::new(program).arg("image").stdout(Stdio::piped()).spawn()?;
-    let imported = Command::new(node.parts().program("ctr"))
-        .arg("--address")
-        .arg(node.layout().containerd_socket())
-        .args(["-n", "k8s.io", "images", "import", "-"])
-        .stdin(image.stdout.take().context("no output")?)
-        .output()?;
-    ensure!(image.wait()?.success(), "the program writes no image");
-    ensure!(imported.status.success(), "{}", String::from_utf8_lossy(&imported.stderr));
-    Ok(())
+pub(crate) async fn import(node: &Node) -> Result<()> {
+    let endpoint = GrpcEndpoint::new(&node.layout().containerd_socket(), CONTAINERD_NAMESPACE);
+    Ok(images::import(&endpoint, &oci_image::pause(PROGRAM)?, &[]).await?)
 }
 
 /// A file that takes all space of the node's tmpfs.

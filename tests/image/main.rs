@@ -1,10 +1,9 @@
-//! The pause as an OCI image under a real containerd: what `pause-sandboxer image` writes is
-//! imported, pinned, and run by the built-in controller. Which containerd needs such an image for
-//! pods of this sandboxer.
+//! The pause as an OCI image under a real containerd: it is imported, pinned, and run by the built-in
+//! controller. Which containerd needs such an image for pods of this sandboxer.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,27 +11,27 @@ use anyhow::{Context as _, Result, ensure};
 use kit::machine::processes;
 use kit::{ContainerSpec, Handler, Node, Options, PodSpec, until};
 use libtest_mimic::{Arguments, Failed, Trial};
-use pause_sandboxer::oci_image::NAME;
+use pause_sandboxer::config::CONTAINERD_NAMESPACE;
+use pause_sandboxer::containerd::{GrpcEndpoint, images};
+use pause_sandboxer::oci_image::{self, NAME};
+use pause_sandboxer::pause::binary::PROGRAM;
 
 /// Time limit for steps that take no time on an idle machine.
 const SOON: Duration = Duration::from_secs(20);
 
-/// A node that has imported the packaged drop-in, with the comment signs taken from the lines about
-/// our image, and without the address of the sandboxer, which is the node's own.
+/// A node that has imported the packaged drop-in with the name of our image, as `enable --offline`
+/// writes it, and without the address of the sandboxer, which is the node's own.
 async fn node() -> Result<Arc<Node>> {
     let drop_in = include_str!("../../packaging/containerd/pause-sandboxer.toml");
-    let (head, pinned) = drop_in
-        .split_once("#[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n#")
-        .context("no such lines")?;
-    ensure!(pinned == format!("sandbox = \"{NAME}\"\n"), "the drop-in names {pinned}");
     let (head, rest) =
-        head.split_once("[proxy_plugins.pause-sandboxer]\n").context("no proxy plugin")?;
+        drop_in.split_once("[proxy_plugins.pause-sandboxer]\n").context("no proxy plugin")?;
     let (_, handler) = rest.split_once("\n[").context("no handler")?;
     let pin = tempfile::NamedTempFile::new()?;
     std::fs::write(
         pin.path(),
         format!(
-            "{head}[{handler}[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n{pinned}"
+            "{head}[{handler}[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n\
+             sandbox = \"{NAME}\"\n"
         ),
     )?;
     // The kit names a pause image of its own; a file that is imported goes before it, as a drop-in
@@ -49,22 +48,9 @@ async fn node() -> Result<Arc<Node>> {
     Ok(node)
 }
 
-fn import(node: &Node) -> Result<()> {
-    let mut image = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
-        .arg("image")
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("run the program")?;
-    let imported = Command::new(node.parts().program("ctr"))
-        .arg("--address")
-        .arg(node.layout().containerd_socket())
-        .args(["-n", "k8s.io", "images", "import", "-"])
-        .stdin(image.stdout.take().context("its output")?)
-        .output()
-        .context("run ctr")?;
-    ensure!(image.wait()?.success(), "the program failed");
-    ensure!(imported.status.success(), "import: {}", String::from_utf8_lossy(&imported.stderr));
-    Ok(())
+async fn import(node: &Node) -> Result<()> {
+    let endpoint = GrpcEndpoint::new(&node.layout().containerd_socket(), CONTAINERD_NAMESPACE);
+    Ok(images::import(&endpoint, &oci_image::pause(PROGRAM)?, &[]).await?)
 }
 
 /// Imported, known to CRI as pinned, and the pause of a pod of the built-in controller.
@@ -84,7 +70,7 @@ async fn the_built_in_controller_runs_on_it() -> Result<()> {
         node.run(Handler::Builtin, PodSpec::new("early")).await.is_err(),
         "a pod without its pause image"
     );
-    import(&node)?;
+    import(&node).await?;
     let listed = until("CRI knows the image", SOON, async || {
         node.cri().image_id(NAME).await?.context("unknown")
     })
@@ -126,7 +112,7 @@ async fn a_pod_of_ours_needs_the_image_in_one_release_only() -> Result<()> {
         Err(e) if needs_image => ensure!(format!("{e:#}").contains(NAME), "{e:#}"),
         Err(e) => return Err(e),
     }
-    import(&node)?;
+    import(&node).await?;
     node.run(Handler::Ours, PodSpec::new("with")).await?.remove().await
 }
 
