@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::io::{self, Read as _};
+use std::io;
 use std::path::Path;
 use std::process::Command;
 
@@ -193,9 +193,7 @@ async fn own_shim(opened: Result<OwnShim, StepError>) -> Finding {
     // It can be executed with the rights of root: no other user can write the open file. Another
     // one may be at its path by now.
     match version_of(&shim.opened_path(), []).await {
-        Ok(version) if version == own_version() => {
-            Finding::ok(SUBJECT, format!("own: {shown}{}", libc_of(&shim.opened_path())))
-        }
+        Ok(version) if version == own_version() => Finding::ok(SUBJECT, format!("own: {shown}")),
         Ok(version) => Finding::warn(
             SUBJECT,
             format!("{shown} is {version:?}, but this program needs {:?}", own_version()),
@@ -211,21 +209,6 @@ async fn own_shim(opened: Result<OwnShim, StepError>) -> Finding {
 /// The version that the own shim of this program prints.
 fn own_version() -> String {
     format!("{} {}", own::NAME, env!("CARGO_PKG_VERSION"))
-}
-
-/// The words about a program that is linked with glibc, which costs each pod memory.
-fn libc_of(program: &Path) -> &'static str {
-    /// The head of the note `NT_GNU_ABI_TAG` (elf(5)), which glibc's start code has and musl's does
-    /// not. It is in the first page, in the byte order of all processors that are supported.
-    const ABI_TAG: &[u8; 16] = b"\x04\0\0\0\x10\0\0\0\x01\0\0\0GNU\0";
-    let mut page = [0; 4096];
-    let read = std::fs::File::open(program).and_then(|mut file| file.read(&mut page));
-    let page = page.get(..read.unwrap_or_default()).unwrap_or_default();
-    if page.windows(ABI_TAG.len()).any(|bytes| bytes == ABI_TAG) {
-        ", linked with glibc: each pod takes about 0.15 MB more than with musl (docs/install.md)"
-    } else {
-        ""
-    }
 }
 
 #[cfg(test)]
@@ -282,24 +265,6 @@ mod tests {
             let about_own = |finding: &&Finding| finding.fact.contains(own::NAME);
             assert_eq!(findings.iter().filter(about_own).count(), expected, "{shim:?} {kind}");
         }
-    }
-
-    #[test]
-    fn a_shim_that_is_linked_with_glibc_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = |bytes: &[u8]| {
-            let path = dir.path().join("shim");
-            std::fs::write(&path, bytes).unwrap();
-            libc_of(&path)
-        };
-        let note = |kind: u8| [&[4, 0, 0, 0, 16, 0, 0, 0, kind, 0, 0, 0][..], b"GNU\0"].concat();
-        let elf = |kind| [&b"\x7fELF"[..], &[7; 700], &note(kind), &[0; 9000]].concat();
-        assert!(file(&elf(1)).contains("glibc"));
-        // The note of another kind, such as the build id, and a file that is too short.
-        assert_eq!((file(&elf(3)), file(b""), libc_of(Path::new("/none"))), ("", "", ""));
-        // This machine's programs are linked with glibc, as this test is.
-        let own = std::env::current_exe().unwrap();
-        assert_eq!(!libc_of(&own).is_empty(), cfg!(target_env = "gnu"));
     }
 
     #[tokio::test]
