@@ -288,6 +288,10 @@ impl Shim {
         }
         let id = request.id.clone();
         let mut container = Container::new(&request, &self.services.namespace)?;
+        // Where there is a daemon.
+        if self.id.is_some() {
+            container.note_creation();
+        }
         let answer = container.create(&mut self.services, reply, request.rootfs);
         if !container.is_gone() {
             self.containers.insert(id, container);

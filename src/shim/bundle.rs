@@ -25,6 +25,10 @@ const OPTIONS: &str = "options.json";
 /// See [`Bundle::make_deletion_bundle`]; `runc-shim/src/cleanup.rs` has the same name.
 const CONTAINERDS: &str = "containerd";
 
+/// Suffix of a shim's note that it is creating a container; `runc-shim/src/container/create.rs` has
+/// the same one.
+const CREATING: &str = ".creating";
+
 /// The record of the shim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -132,11 +136,38 @@ impl Bundle {
         fs::read_to_string(self.dir.join(DEATH)).ok()
     }
 
+    /// The ids of the containers that an own shim has died creating.
+    ///
+    /// # Errors
+    /// The directory cannot be read; there is none: no containers.
+    pub fn creating(&self) -> Result<Vec<String>, StepError> {
+        let entries = match fs::read_dir(&self.dir) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.step_at("read directory", &self.dir)?,
+        };
+        let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+        Ok(names.filter_map(|name| name.strip_suffix(CREATING).map(str::to_owned)).collect())
+    }
+
+    /// Nothing is left of a container that the shim has died creating, if it was one.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn clear_creating(&self, id: &str) -> Result<(), StepError> {
+        let note = self.note(id);
+        gone(fs::remove_file(&note)).step_at("remove note of creation", note)
+    }
+
+    fn note(&self, id: &str) -> PathBuf {
+        self.dir.join(format!("{id}{CREATING}"))
+    }
+
     /// Makes a bundle in which the shim's `delete` finds what it needs to end container `id`: the
     /// container's own is containerd's, which removes it at any moment. runc's shim looks for
     /// runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`). Our own looks for the
-    /// cgroup in the container's config, which is copied from `containerds` bundle, and follows a
-    /// link to that bundle for commands of the runtime and mounts that the dead shim has left.
+    /// cgroup in the container's config, which is copied from `containerds` bundle, or else from the
+    /// note of the container's creation, and follows a link to that bundle for commands of the
+    /// runtime and mounts that the dead shim has left.
     ///
     /// The deletion may be what frees space: a file for which there is none is a link to that of
     /// containerd's bundle, because a short link takes no space of a tmpfs. Without space for the
@@ -179,7 +210,7 @@ impl Bundle {
         }
         Self::write_runtime(&dir, options)?;
         // It names the cgroup. containerd may have removed it.
-        if let Ok(config) = fs::read(containerds.join(CONFIG))
+        if let Ok(config) = fs::read(containerds.join(CONFIG)).or_else(|_| fs::read(self.note(id)))
             && let Err(step) = write_new(&dir.join(CONFIG), &config)
             && !link_to_containerds(&dir, CONFIG)
         {

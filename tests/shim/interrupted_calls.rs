@@ -1,26 +1,32 @@
 //! Owned shims, and what goes wrong in the middle of a call: the shim, either daemon, or the call
 //! itself.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use kit::machine::{cgroup, processes};
 use kit::{Container, ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 use tokio::time::timeout;
 
 use crate::harness::{
-    Case, Harness, SOON, cases_of_both, inside, no_shim, none, not_ready, one_shim, removed, signal,
+    Case, Harness, Kind, SOON, cases, cases_of_both, inside, no_shim, none, not_ready, one_shim,
+    removed, signal,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases_of_both![
+    let mut all = cases![Kind::Own => a_shim_killed_in_the_creation_of_a_container_leaves_nothing];
+    all.extend(cases_of_both![
         a_shim_that_dies_under_an_exec_and_a_stop_ends_both,
         a_create_that_hangs_slows_no_other_pod,
         a_start_that_is_refused_leaves_nothing,
         an_interrupted_deletion_leaves_nothing,
         a_daemon_killed_in_the_creation_of_a_container_is_not_missed,
         containerd_killed_in_the_creation_of_a_container_leaves_nothing,
-    ]
+    ]);
+    all
 }
 
 /// Waits until a process with these arguments runs in the container.
@@ -150,6 +156,64 @@ async fn containerd_killed_in_the_creation_of_a_container_leaves_nothing(
     let next = pod.run(ContainerSpec::sleeping("b")).await.context("the next container")?;
     ensure!(next.sh("echo runs").await? == "runs\n", "it does not run");
     gone(&pod).await
+}
+
+/// A runtime in the middle of a creation: it has made its directory, and has no state yet.
+const CREATES: &str = r#"#!/bin/sh
+while [ $# -gt 1 ]; do
+    [ "$1" != --root ] || root=$2
+    shift
+done
+mkdir -p "$root/$1" && exec sleep 1000
+"#;
+
+/// The runtime dies with the shim. Neither a state of its own nor, once containerd has removed it, a
+/// bundle names the container then, and the pod lost nothing that ran. Either daemon may be the
+/// first to notice: the other one is stopped.
+///
+/// Promise: killed_shim_leaves_nothing.
+async fn a_shim_killed_in_the_creation_of_a_container_leaves_nothing(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let layout = harness.node.layout();
+    let runtime = layout.programs().join("runc");
+    fs::create_dir_all(layout.programs())?;
+    for late in [harness.node.sandboxer_pid()?, harness.node.containerd_pid()?] {
+        let pod = harness.pod("creation").await?;
+        harness.bring_shim(&pod).await?;
+        let container = pod.create(ContainerSpec::sleeping("a")).await?;
+        let id = container.id();
+        let cgroup = format!("{}/{id}", pod.config().linux.cgroup_parent);
+        let left = layout.top.join("runc/k8s.io").join(id);
+        let bundle = layout.state().join("io.containerd.runtime.v2.task/k8s.io").join(id);
+        fs::write(&runtime, CREATES)?;
+        fs::set_permissions(&runtime, fs::Permissions::from_mode(0o755))?;
+        let kill = async {
+            until("the runtime works", SOON, async || {
+                ensure!(left.exists(), "it has not begun");
+                Ok(())
+            })
+            .await?;
+            fs::remove_file(&runtime)?;
+            cgroup::make(&cgroup)?;
+            processes::stop(late).await?;
+            signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
+            until("the other one has noticed", SOON, async || {
+                ensure!(!bundle.exists() || !left.exists(), "not yet");
+                Ok(())
+            })
+            .await?;
+            signal(late, Signal::SIGCONT)
+        };
+        let cri = harness.node.cri();
+        let (started, killed) = futures::future::join(cri.start_container(id), kill).await;
+        killed?;
+        ensure!(started.is_err(), "the container has started");
+        ensure!(pod.is_ready().await?, "the pod ended");
+        pod.run(ContainerSpec::sleeping("b")).await.context("the next container")?;
+        gone(&pod).await?;
+    }
+    Ok(())
 }
 
 /// containerd takes a lost connection for the end of the container, and the shim's runtime is

@@ -1,5 +1,6 @@
 //! The container of a Create, before its first step.
 
+use std::fs;
 use std::path::PathBuf;
 
 use containerd_shim_protos::api;
@@ -12,6 +13,9 @@ use crate::io::{Owner, Stdio};
 use crate::process::ProcessStreams;
 use crate::process_key::{self, ProcessKey};
 use crate::runtime::options::{self, BundleOptions};
+
+/// Suffix of the note of a creation; `src/shim/bundle.rs` has the same one.
+const CREATING: &str = ".creating";
 
 impl Container {
     /// The container of a Create, which must be created next. Writes the options into its bundle.
@@ -49,6 +53,29 @@ impl Container {
             create_event: Some(Box::new(create_event(request))),
             ..Self::default()
         })
+    }
+
+    /// Notes in the working directory, which is the daemon's, that the container is being created:
+    /// if the shim dies, containerd removes the bundle at once, and the runtime, which dies as
+    /// well, may have made a cgroup and no state yet. The note has the part of the config that
+    /// names the cgroup.
+    pub fn note_creation(&mut self) {
+        self.is_noted = true;
+        let path = &self.config.cgroups_path;
+        let config = serde_json::json!({ "linux": { "cgroupsPath": path } });
+        // A file system without space for it is to delay no container.
+        let _ = fs::write(self.note(), config.to_string());
+    }
+
+    /// Removes the note: the creation has succeeded, or has left nothing.
+    pub(super) fn forget_creation(&mut self) {
+        if std::mem::take(&mut self.is_noted) {
+            let _ = fs::remove_file(self.note());
+        }
+    }
+
+    fn note(&self) -> PathBuf {
+        format!("{}{CREATING}", self.key.id).into()
     }
 }
 

@@ -41,6 +41,7 @@ impl Container {
     /// Closes what belongs to a container that is deleted. Answers the calls that wait for it
     /// before the deletion itself: containerd then closes the connection.
     pub(super) fn forget(&mut self, services: &mut Services) {
+        self.forget_creation();
         self.unwatch_oom_kills(services);
         let id = self.key.id.clone();
         services.children.forget(&id);

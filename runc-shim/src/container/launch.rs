@@ -289,6 +289,7 @@ impl Container {
 
     /// Completes a Create; pid 0: the container is restored by its Start.
     fn created(&mut self, services: &mut Services, pid: i32) -> Answer {
+        self.forget_creation();
         self.pid = pid;
         self.state.settle(if pid == 0 { State::Restorable } else { State::Created });
         let pid = response::unsigned(pid);

@@ -25,7 +25,8 @@ const LAST_SEARCH_DELAY: Duration = Duration::from_secs(10);
 pub(in crate::shim) struct ShimLeftovers {
     /// Containers that are lost with it: the sandbox fails.
     lost: Vec<Container>,
-    /// Containers of which only the runtime still has a state.
+    /// Containers of which only the runtime still has a state, or that were being created: those
+    /// have not run, and their creation fails.
     forgotten: Vec<Container>,
     /// Processes in the pod's namespaces whose containers are unknown: killed with the sandbox, and
     /// no reason to fail it. If the pod stays, those that are not in its cgroup stay as well.
@@ -124,8 +125,12 @@ impl PodShim {
         let NamespaceMembers { containers: mut lost, unknown } =
             self.find_namespace_members(pod)?;
         // In this order: a bundle that is removed between the two is forgotten.
-        let bundles = containers::of_sandbox(&self.settings().tasks(), self.id())?;
+        let mut bundles = containers::of_sandbox(&self.settings().tasks(), self.id())?;
         let mut forgotten = self.find_forgotten()?;
+        let creating = self.find_creating()?;
+        for found in [&mut lost, &mut bundles, &mut forgotten] {
+            found.retain(|container| !creating.contains(container));
+        }
         forgotten.retain(|container| !lost.contains(container) && !bundles.contains(container));
         // A shim that exited well may leave a bundle of a container that is being removed, or
         // created for the next shim. Where its status is unknown, the containers' processes must
@@ -135,6 +140,7 @@ impl PodShim {
             extend_with_new(&mut lost, bundles);
             lost.append(&mut forgotten);
         }
+        forgotten.extend(creating);
         Ok(ShimLeftovers { lost, forgotten, unknown })
     }
 
@@ -161,11 +167,20 @@ impl PodShim {
         containers::forgotten(&self.runtime_states()?, &self.settings().tasks(), self.id())
     }
 
-    /// The containers that have a bundle, or only a state of the runtime's.
+    /// Containers that the shim has died creating: they may have no bundle any more, and no state of
+    /// the runtime's yet.
+    fn find_creating(&self) -> Result<Vec<Container>, StepError> {
+        let tasks = self.settings().tasks();
+        let ids = self.bundle().creating()?.into_iter();
+        Ok(ids.map(|id| Container { bundle: tasks.join(&id), id }).collect())
+    }
+
+    /// The containers that have a bundle, only a state of the runtime's, or not even that yet.
     fn find_known(&self) -> Result<Vec<Container>, StepError> {
         // In this order: a bundle that is removed between the two is forgotten.
         let mut known = containers::of_sandbox(&self.settings().tasks(), self.id())?;
         extend_with_new(&mut known, self.find_forgotten()?);
+        extend_with_new(&mut known, self.find_creating()?);
         Ok(known)
     }
 
@@ -220,7 +235,8 @@ impl PodShim {
     ) -> Result<(), StepError> {
         self.learn_inheritance().await;
         let program = self.cleaner()?;
-        command::delete(self.settings(), (&program, &self.inheritance()), id, &bundle?).await
+        command::delete(self.settings(), (&program, &self.inheritance()), id, &bundle?).await?;
+        self.bundle().clear_creating(id)
     }
 
     /// Cleans up all containers of the pod, whose shim has exited.
