@@ -32,11 +32,15 @@ pub(crate) struct Churn {
     pub(crate) pods: usize,
     /// Kills of containerd, of the sandboxer and of shims.
     pub(crate) kills: [usize; 3],
-    /// Pods whose container did not start.
+    /// Pods that ended before their container ran, and were made anew.
+    pub(crate) anew: usize,
+    /// Pods whose container did not start in any of them.
     pub(crate) not_run: usize,
     /// Containers that were started, whose shim was not killed, and whose exit code is another or
-    /// does not come.
+    /// does not come; without those that follow.
     pub(crate) codes_lost: usize,
+    /// The same if containerd has logged the right one.
+    pub(crate) codes_forgotten: usize,
     /// Pods that could not be removed.
     pub(crate) stuck: usize,
     pub(crate) left: Left,
@@ -176,8 +180,22 @@ async fn kill(shared: &Shared) -> Result<()> {
     Ok(())
 }
 
-/// The life of one pod, with kubelet's patience.
+/// The life of one pod, with kubelet's patience: one that ends is removed and made anew.
 async fn live(shared: &Shared, nth: usize) -> Result<()> {
+    let begun = Instant::now();
+    while !live_once(shared, nth).await? {
+        if begun.elapsed() > AGAIN {
+            eprintln!("compare: the container of churn-{nth} did not start");
+            lock(&shared.counts).not_run += 1;
+            return Ok(());
+        }
+        lock(&shared.counts).anew += 1;
+    }
+    Ok(())
+}
+
+/// Answers whether the pod's container ran.
+async fn live_once(shared: &Shared, nth: usize) -> Result<bool> {
     let name = format!("churn-{nth}");
     let code = i32::try_from(1 + nth % 200)?;
     let home = shared.node.prepare(PodSpec::new(&name).label("churn", &name))?;
@@ -194,23 +212,15 @@ async fn live(shared: &Shared, nth: usize) -> Result<()> {
         }
     };
     let Some(id) = id else {
-        lock(&shared.counts).not_run += 1;
         if home.clear().is_err() {
             lock(&shared.cgroups).extend(home.cgroup().map(str::to_owned));
         }
-        return Ok(());
+        return Ok(false);
     };
     let pod = Pod::new(&shared.node, shared.handler, home, id);
-    match start(&pod, code).await {
-        None => lock(&shared.counts).not_run += 1,
-        Some(container) => {
-            let reported = exit_code(&container).await;
-            let excused = lock(&shared.killed).contains(pod.id());
-            if reported != Some(code) && !excused {
-                eprintln!("compare: {name}: exit code {reported:?}, not {code}");
-                lock(&shared.counts).codes_lost += 1;
-            }
-        }
+    let started = start(&pod, code).await;
+    if let Some(container) = &started {
+        judge(shared, &pod, container, code).await?;
     }
     if !remove(shared, pod.id()).await {
         eprintln!("compare: {name} cannot be removed");
@@ -219,19 +229,45 @@ async fn live(shared: &Shared, nth: usize) -> Result<()> {
     if pod.clear().await.is_err() {
         lock(&shared.cgroups).extend(pod.home().cgroup().map(str::to_owned));
     }
-    Ok(())
+    Ok(started.is_some())
 }
 
-/// Starts the pod's container, with a few attempts.
+/// Starts the pod's container, again and again while the pod lives.
 async fn start(pod: &Pod, code: i32) -> Option<Container> {
-    for attempt in 0..5 {
+    let begun = Instant::now();
+    for attempt in 0.. {
         let spec = ContainerSpec::sh("main", &format!("sleep 0.2; exit {code}")).attempt(attempt);
         match pod.run(spec).await {
             Ok(container) => return Some(container),
+            Err(_) if begun.elapsed() > AGAIN => break,
             Err(_) => tokio::time::sleep(Duration::from_secs(1)).await,
+        }
+        // A daemon that starts does not answer, which says nothing of the pod.
+        if let Ok(false) = pod.is_ready().await {
+            break;
         }
     }
     None
+}
+
+/// Waits for the container's exit code, and counts it if it is lost.
+async fn judge(shared: &Shared, pod: &Pod, container: &Container, code: i32) -> Result<()> {
+    let reported = exit_code(container).await;
+    if reported == Some(code) || lock(&shared.killed).contains(pod.id()) {
+        return Ok(());
+    }
+    // containerd logs an exit that it has received before it does anything about it.
+    let log = std::fs::read_to_string(shared.node.layout().containerd_log())?;
+    let (id, status) = (container.id(), format!("exit_status:{code} "));
+    let received = log.lines().any(|line| line.contains(id) && line.contains(&status));
+    let mut counts = lock(&shared.counts);
+    if received {
+        counts.codes_forgotten += 1;
+    } else {
+        eprintln!("compare: container {id}: exit code {reported:?}, not {code}");
+        counts.codes_lost += 1;
+    }
+    Ok(())
 }
 
 async fn exit_code(container: &Container) -> Option<i32> {

@@ -22,10 +22,10 @@ type Running = Pin<Box<dyn Future<Output = Result<Cell>>>>;
 /// The longest time of an event, for what hangs.
 const LONGEST: Duration = Duration::from_secs(900);
 
-/// What containerd makes for a pod before it knows the pod, so that it loses it with either handler
-/// when it is killed in between.
-pub(crate) const BEFORE_THE_POD: [Kind; 4] =
-    [Kind::NetworkNamespace, Kind::Interface, Kind::CniResult, Kind::Lease];
+/// What containerd makes for a pod or a container before it records it, so that it loses it with
+/// either handler when it is killed in between.
+pub(crate) const BEFORE_THE_RECORD: [Kind; 5] =
+    [Kind::NetworkNamespace, Kind::Interface, Kind::CniResult, Kind::Lease, Kind::Snapshot];
 
 /// One row of the table.
 #[derive(Clone, Copy)]
@@ -119,7 +119,7 @@ impl Plan {
     /// The leftovers that are no failure of the test: containerd is killed in events that are to
     /// settle for so long.
     pub(crate) fn excused(&self, settle: Duration) -> &'static [Kind] {
-        if self.short && settle == COLLECT { &BEFORE_THE_POD } else { &[] }
+        if self.short && settle == COLLECT { &BEFORE_THE_RECORD } else { &[] }
     }
 
     /// Lets an event happen to a handler, and looks at what is left.
