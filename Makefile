@@ -4,8 +4,8 @@
 .NOTPARALLEL:
 .PHONY: help build shim install deb package-files release release-check installer-image manifests \
 	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
-	releases test-shim-alone conformance test-kubernetes chart fuzz fuzz-short soak test-deb \
-	test-vm test-arm64 \
+	releases test-shim-alone conformance test-kubernetes test-kubernetes-vm chart fuzz \
+	fuzz-short soak test-deb test-vm test-arm64 \
 	prepare tools bench bench-quick budget compare clean
 
 CARGO ?= cargo
@@ -44,8 +44,9 @@ LTS := 2.3.7
 RELEASES := 2.0.14 debian 2.4.2
 # The releases of `make test-shim-alone`.
 ALONE ?= $(LTS) debian 2.4.2
-# The release whose kubelet and control plane `make test-kubernetes` runs.
-KUBERNETES := 1.36.4
+# The release whose kubelet and control plane `make test-kubernetes` runs; KUBERNETES=1.36.4 is
+# another.
+KUBERNETES ?= 1.37.2
 # The releases of `make compare`, and the pods of its churn.
 COMPARE ?= $(LTS) 2.4.2
 PODS ?= 10000
@@ -234,6 +235,13 @@ test-kubernetes: $(HELM) ## pods of every kind in a cluster of its own; needs ro
 		$(CARGO) test --locked --workspace --test kubernetes -- $(KUBERNETES_CASES)" | \
 		tests/kit/lanes 1 $(CURDIR)/target/suites/kubernetes
 	cat target/suites/kubernetes/kubernetes.log
+
+# Also here KUBERNETES_CASES=deployment is one case.
+test-kubernetes-vm: ## the same on a node with systemd and cgroup v2; needs root and Go
+	parts=$$(tests/kit/fetch-release $(LTS)) && \
+	kubernetes=$$(tests/kit/fetch-kubernetes $(KUBERNETES)) && \
+	PARTS_DIR=$$parts KUBERNETES_DIR=$$kubernetes VM_MEMORY=$${VM_MEMORY:-4096} \
+		VM_LIMIT=$${VM_LIMIT:-7200} tests/vm/test kubernetes $(KUBERNETES_CASES)
 
 fuzz-short: ## fuzz what the daemon decodes of others for 30 s, or FUZZ_SECONDS
 	fuzz/run short

@@ -1,19 +1,22 @@
 //! A cluster of one node: etcd, the control plane, kubelet, containerd and the sandboxer, each at
-//! its usual place, in the namespaces of a lane (`tests/kit/lanes`). What they write to /etc, /opt,
-//! /usr/local and /var is in a scratch directory over these, which ends with the lane.
+//! its usual place. What they write to /etc, /opt, /usr/local and /var ends with the machine that
+//! they run on ([`Machine`]).
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use kit::{Parts, Process};
-use nix::mount::{MsFlags, mount};
+use kit::machine::cgroup_driver::CgroupDriver;
+use kit::{Parts, patient};
 use serde_json::{Value, json};
+
+use crate::machine::Machine;
+use crate::side::limit;
 
 /// The node's address, on its loopback interface. An address of 127.0.0.0/8 cannot be an endpoint
 /// of a service.
@@ -42,23 +45,25 @@ pub(crate) struct Cluster {
     top: PathBuf,
     kubernetes: PathBuf,
     parts: Parts,
-    running: Mutex<BTreeMap<&'static str, Process>>,
+    machine: Machine,
+    /// The programs that were started and not ended.
+    started: Mutex<BTreeSet<&'static str>>,
 }
 
-/// Asks until the answer is `Ok`.
+/// Asks until the answer is `Ok`, for a time that a slow machine makes longer.
 pub(crate) fn until<T>(
     what: &str,
     limit: Duration,
     mut probe: impl FnMut() -> Result<T>,
 ) -> Result<T> {
-    let begun = Instant::now();
+    let (begun, limit) = (Instant::now(), patient(limit));
     loop {
         match probe() {
             Ok(found) => return Ok(found),
             Err(e) if begun.elapsed() > limit => {
                 return Err(e.context(format!("{what}: not so after {} s", limit.as_secs())));
             }
-            Err(_) => std::thread::sleep(Duration::from_millis(200)),
+            Err(_) => std::thread::sleep(patient(Duration::from_millis(200))),
         }
     }
 }
@@ -84,7 +89,7 @@ pub(crate) fn output(mut command: Command, input: &[u8]) -> Result<String> {
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
-fn run(program: &str, arguments: &[&str]) -> Result<String> {
+pub(crate) fn run(program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new(program);
     command.args(arguments);
     output(command, b"")
@@ -93,19 +98,15 @@ fn run(program: &str, arguments: &[&str]) -> Result<String> {
 impl Cluster {
     /// Starts everything and waits until the node is ready.
     pub(crate) fn start(kubernetes: &Path) -> Result<Self> {
-        let init = fs::read_to_string("/proc/1/cmdline")?.replace('\0', " ");
-        ensure!(
-            init.contains("lanes --inside "),
-            "runs in a lane of tests/kit/lanes only, not beside process 1 ({init}): it mounts over \
-             /etc and /var"
-        );
+        let machine = Machine::get()?;
         let top = PathBuf::from("/run/cluster");
         fs::create_dir_all(&top)?;
         let cluster = Self {
             top,
             kubernetes: kubernetes.canonicalize()?,
             parts: Parts::get()?,
-            running: Mutex::default(),
+            machine,
+            started: Mutex::default(),
         };
         if Path::new(LOGS).exists() {
             fs::remove_dir_all(LOGS)?;
@@ -120,7 +121,7 @@ impl Cluster {
                 _ => {}
             }
         }
-        cluster.kubectl(&["wait", "--for=create", "node/node", "--timeout=120s"])?;
+        cluster.kubectl(&["wait", "--for=create", "node/node", &limit()])?;
         cluster.kubelet_answers()?;
         Ok(cluster)
     }
@@ -129,29 +130,7 @@ impl Cluster {
     fn prepare(&self) -> Result<()> {
         run("ip", &["address", "add", &format!("{ADDRESS}/32"), "dev", "lo"])?;
         run("ip", &["address", "add", &format!("{API}/32"), "dev", "lo"])?;
-        // As systemd has it: mounts of the node appear in containers that ask for them.
-        let shared = MsFlags::MS_REC | MsFlags::MS_SHARED;
-        mount(None::<&str>, "/", None::<&str>, shared, None::<&str>).context("share all mounts")?;
-        for over in ["etc", "opt", "usr/local", "var"] {
-            let at = |kind: &str| self.top.join("over").join(kind).join(over);
-            fs::create_dir_all(at("upper"))?;
-            fs::create_dir_all(at("work"))?;
-            let options = format!(
-                "lowerdir=/{over},upperdir={},workdir={}",
-                at("upper").display(),
-                at("work").display()
-            );
-            let none = MsFlags::empty();
-            let target = Path::new("/").join(over);
-            mount(Some("node"), &target, Some("overlay"), none, Some(options.as_str()))
-                .with_context(|| format!("overlay over /{over}"))?;
-        }
-        // No overlays: containers' root directories are some, and volumes are mounted with other
-        // ids.
-        for bound in ["/var/lib/containerd", "/var/lib/kubelet", "/var/log/pods"] {
-            fs::create_dir_all(bound)?;
-            mount(Some("node"), bound, Some("tmpfs"), MsFlags::empty(), Some("mode=0755"))?;
-        }
+        self.machine.prepare(&self.top)?;
         for directory in [
             "/etc/cni/net.d",
             "/opt/cni/bin",
@@ -186,12 +165,22 @@ impl Cluster {
             }, { "type": "portmap", "capabilities": { "portMappings": true } }],
         });
         fs::write("/etc/cni/net.d/10-pods.conflist", network.to_string())?;
-        fs::write("/etc/containerd/config.toml", CONTAINERD.replace("{PAUSE}", kit::PAUSE_IMAGE))?;
         let drop_in =
             concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
-        fs::copy(drop_in, "/etc/containerd/conf.d/pause-sandboxer.toml").context(drop_in)?;
-        // As containerd's: a test machine may lack CAP_SYS_RESOURCE.
-        fs::write("/etc/pause-sandboxer/config.toml", "restrict_oom_score_adj = true\n")?;
+        let mut handler = fs::read_to_string(drop_in).context(drop_in)?;
+        let mut config = CONTAINERD.replace("{PAUSE}", kit::PAUSE_IMAGE);
+        if self.machine.is_node() {
+            // As kubeadm's documents have it; for the other handler as the drop-in says.
+            config += SYSTEMD_CGROUP;
+            handler = handler.replace(&commented(OURS_SYSTEMD), OURS_SYSTEMD);
+            ensure!(handler.contains(&format!("\n{OURS_SYSTEMD}")), "{drop_in} lacks these lines");
+        } else {
+            // As the sandboxer: a test machine may lack CAP_SYS_RESOURCE.
+            config += RESTRICTED;
+            fs::write("/etc/pause-sandboxer/config.toml", "restrict_oom_score_adj = true\n")?;
+        }
+        fs::write("/etc/containerd/config.toml", config)?;
+        fs::write("/etc/containerd/conf.d/pause-sandboxer.toml", handler)?;
         fs::write(self.file("resolv.conf"), "search node.example\nnameserver 192.0.2.53\n")?;
         fs::write(self.file("tokens.csv"), format!("{TOKEN},tests,1,system:masters\n"))?;
         let key = self.file("pki/sa.key");
@@ -202,33 +191,43 @@ impl Cluster {
     }
 
     fn kubelet_config(&self) -> Value {
-        json!({
+        let mut config = json!({
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "authentication": { "anonymous": { "enabled": true }, "webhook": { "enabled": false } },
             "authorization": { "mode": "AlwaysAllow" },
             "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
-            "cgroupDriver": "cgroupfs",
-            "failCgroupV1": false,
-            "failSwapOn": false,
-            "oomScoreAdj": 0,
             "staticPodPath": "/etc/kubernetes/manifests",
             "clusterDNS": ["10.96.0.10"],
             "clusterDomain": "cluster.local",
             "resolvConf": self.file("resolv.conf"),
-            // The machine's disk is not these tests' concern.
-            "evictionHard": { "memory.available": "10Mi" },
-            "imageGCHighThresholdPercent": 100,
             "maxPods": 250,
             "allowedUnsafeSysctls": ["kernel.msg*", "net.core.*"],
-            "makeIPTablesUtilChains": false,
             "syncFrequency": "10s",
-        })
+            "cgroupDriver": match Machine::cgroup_driver() {
+                CgroupDriver::Systemd => "systemd",
+                CgroupDriver::Cgroupfs => "cgroupfs",
+            },
+        });
+        if !self.machine.is_node() {
+            config["failCgroupV1"] = false.into();
+            config["failSwapOn"] = false.into();
+            config["oomScoreAdj"] = 0.into();
+            config["makeIPTablesUtilChains"] = false.into();
+            // The machine's disk is not these tests' concern.
+            config["evictionHard"] = json!({ "memory.available": "10Mi" });
+            config["imageGCHighThresholdPercent"] = 100.into();
+        }
+        config
     }
 
     /// A file of the cluster itself.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.top.join(name)
+    }
+
+    pub(crate) fn is_node(&self) -> bool {
+        self.machine.is_node()
     }
 
     pub(crate) fn parts(&self) -> &Parts {
@@ -258,10 +257,13 @@ impl Cluster {
         let path = std::env::var("PATH").unwrap_or_default();
         let own = self.parts.bin().display();
         command.env("PATH", format!("{top}/bin:{own}:{path}:/usr/sbin:/sbin")).env("HOME", "/root");
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        ensure!(!running.contains_key(name), "{name} is running");
-        running.insert(name, Process::spawn(command, &Self::log(name))?);
+        self.machine.start(name, command, &Self::log(name))?;
+        self.started().insert(name);
         Ok(())
+    }
+
+    fn started(&self) -> MutexGuard<'_, BTreeSet<&'static str>> {
+        self.started.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends one of the programs with a signal, and waits for its end.
@@ -270,19 +272,14 @@ impl Cluster {
         name: &'static str,
         signal: nix::sys::signal::Signal,
     ) -> Result<()> {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut process = running.remove(name).with_context(|| format!("{name} does not run"))?;
-        drop(running);
-        process.signal(signal)?;
-        until(&format!("the end of {name}"), Duration::from_secs(60), || {
-            process.ended()?.context("it runs").map(drop)
-        })
+        self.started().remove(name);
+        self.machine.end(name, signal)
     }
 
     /// Fails if a program has ended by itself.
     pub(crate) fn check_programs(&self) -> Result<()> {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        running.values_mut().try_for_each(Process::check)
+        let started: Vec<_> = self.started().iter().copied().collect();
+        self.machine.check(&started)
     }
 
     /// Waits for something that the programs do. Fails at once when one of them has ended.
@@ -302,7 +299,7 @@ impl Cluster {
         self.until_it("kubelet answers", || {
             self.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/healthz"]).map(drop)
         })?;
-        self.kubectl(&["wait", "--for=condition=Ready", "node/node", "--timeout=120s"]).map(drop)
+        self.kubectl(&["wait", "--for=condition=Ready", "node/node", &limit()]).map(drop)
     }
 
     fn import_images(&self) -> Result<()> {
@@ -354,10 +351,7 @@ impl Cluster {
 impl Drop for Cluster {
     /// In the opposite order; what is left ends with the lane.
     fn drop(&mut self) {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        for program in PROGRAMS.iter().rev() {
-            drop(running.remove(program));
-        }
+        self.machine.end_all(PROGRAMS.iter().rev());
     }
 }
 
@@ -427,7 +421,26 @@ level = "debug"
 
 [plugins."io.containerd.cri.v1.images".pinned_images]
 sandbox = "{PAUSE}"
+"#;
 
+const RESTRICTED: &str = r#"
 [plugins."io.containerd.cri.v1.runtime"]
 restrict_oom_score_adj = true
 "#;
+
+const SYSTEMD_CGROUP: &str = r#"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
+SystemdCgroup = true
+"#;
+
+/// In the drop-in these lines are comments.
+const OURS_SYSTEMD: &str = r#"[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-pause.options]
+SystemdCgroup = true
+"#;
+
+fn commented(lines: &str) -> String {
+    lines.lines().map(|line| format!("#{line}\n")).collect()
+}

@@ -18,9 +18,10 @@ use serde_json::{Value, json};
 
 use crate::Run;
 use crate::cluster::{Cluster, NODE, output, until};
+use crate::known::INSTALLER;
 use crate::side::{Facts, LIMIT, Side, at, sleeping};
 
-pub(crate) const CASES: &[(&str, Run)] = &[("installer_and_uninstaller", Run::Both(installer))];
+pub(crate) const CASES: &[(&str, Run)] = &[(INSTALLER, Run::Both(installer))];
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 /// The files that are placed on the node.

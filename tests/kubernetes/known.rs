@@ -19,13 +19,28 @@ pub(crate) const DIFFERENCES: &[Known] = &[Known {
     why: "a new daemon recognises a pause process without a record by the id in its arguments",
 }];
 
-/// Cases that cannot run on the test machine, and why.
-pub(crate) const CANNOT_RUN: &[(&str, &str)] = &[
+/// Cases that cannot run in a lane of the test machine, and why.
+pub(crate) const NOT_IN_A_LANE: &[(&str, &str)] = &[
     ("apparmor_profile", "the kernel has no AppArmor"),
     ("cgroups_of_version_2", "the machine has cgroup version 1: swap, memory QoS, PSI"),
     ("eviction_under_pressure", "kubelet measures the whole machine, which is not the test's"),
-    ("systemd_cgroup_driver", "systemd does not run; `make test-vm` has it, without kubelet"),
+    ("systemd_cgroup_driver", "systemd does not run; `make test-kubernetes-vm` has it"),
 ];
+
+/// Cases that cannot run on the node of `tests/vm`, and why.
+pub(crate) const NOT_ON_A_NODE: &[(&str, &str)] = &[
+    ("apparmor_profile", "the node has no program that loads profiles (apparmor_parser)"),
+    ("pressure_and_swap", "the kernel of User-mode Linux has no PSI, and the node no swap"),
+    ("eviction_under_pressure", "it would evict pods of other cases"),
+    (INSTALLER, "its test answers for systemctl; `make test-kubernetes` runs it"),
+];
+
+pub(crate) const INSTALLER: &str = "installer_and_uninstaller";
+
+/// Those of the machine of this run.
+pub(crate) fn cannot_run(on_a_node: bool) -> &'static [(&'static str, &'static str)] {
+    if on_a_node { NOT_ON_A_NODE } else { NOT_IN_A_LANE }
+}
 
 /// Whether a text matches a pattern, in which `*` stands for any text.
 pub(crate) fn matches(pattern: &str, text: &str) -> bool {

@@ -2,21 +2,26 @@
 //! built-in controller and by this sandboxer, side by side. A case passes if it holds with both and
 //! shows the same with both, but for the differences in `known.rs`.
 //!
-//! It runs in a lane (`tests/kit/lanes`), on what `tests/kit/fetch-kubernetes` makes, which
+//! It runs in a lane (`tests/kit/lanes`), or with `make test-kubernetes-vm` on a node with systemd
+//! and cgroup version 2 (`tests/vm`), on what `tests/kit/fetch-kubernetes` makes, which
 //! KUBERNETES_DIR names. It writes its results to RESULTS_DIR; `docs/compatibility.md` has those of
 //! the last run.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod cgroups;
 mod cluster;
 mod fields;
 mod installer;
 mod known;
 mod life;
+mod machine;
 mod metrics;
 mod resources;
 mod restarts;
 mod results;
+mod session;
 mod side;
+mod times;
 mod workloads;
 
 use std::collections::BTreeMap;
@@ -29,11 +34,12 @@ use kit::Handler;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 use cluster::Cluster;
+use machine::Machine;
 use results::Outcome;
 use side::{Facts, Side};
 
-/// Cases at a time: most of their time is waiting.
-const AT_ONCE: usize = 3;
+/// Cases at a time on a machine of usual speed: most of their time is waiting.
+const AT_ONCE: u32 = 3;
 
 /// How a case is run.
 enum Run {
@@ -52,6 +58,9 @@ struct Case {
 
 fn cases() -> Vec<Case> {
     [
+        session::CASES,
+        times::CASES,
+        cgroups::CASES,
         life::CASES,
         fields::CASES,
         resources::CASES,
@@ -125,7 +134,9 @@ fn one(shared: &Shared, case: &Case) -> Result<()> {
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
-    arguments.test_threads = arguments.test_threads.or(Some(AT_ONCE));
+    let on_a_node = Machine::get().is_ok_and(|machine| machine.is_node());
+    let at_once = kit::fewer("cases at a time", AT_ONCE);
+    arguments.test_threads = arguments.test_threads.or(usize::try_from(at_once).ok());
     let Some(kubernetes) = std::env::var_os("KUBERNETES_DIR").map(PathBuf::from) else {
         eprintln!("kubernetes: KUBERNETES_DIR is not set; `make test-kubernetes` sets it");
         return ExitCode::FAILURE;
@@ -137,20 +148,23 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let trials = cases().into_iter().map(|case| {
+    let cannot_run = known::cannot_run(on_a_node);
+    let can_run = |case: &Case| !cannot_run.iter().any(|(name, _)| *name == case.name);
+    let trials = cases().into_iter().filter(can_run).map(|case| {
         let (name, shared) = (case.name, shared.clone());
         Trial::test(name, move || {
             let shared = shared.as_ref().as_ref().expect("a cluster");
             one(shared, &case).map_err(|e| Failed::from(format!("{e:#}")))
         })
     });
-    let skipped = known::CANNOT_RUN.iter().map(|(name, why)| {
+    let skipped = cannot_run.iter().map(|(name, why)| {
         Trial::test(*name, move || Err(Failed::from(*why))).with_ignored_flag(true)
     });
     let conclusion = libtest_mimic::run(&arguments, trials.chain(skipped).collect());
     let Some(shared) = shared.as_ref() else { return conclusion.exit_code() };
     let whole = arguments.filter.is_none() && arguments.skip.is_empty();
-    if let Err(e) = results::report(&shared.cluster, &shared.outcomes.lock().unwrap(), whole) {
+    let outcomes = shared.outcomes.lock().unwrap();
+    if let Err(e) = results::report(&shared.cluster, &outcomes, cannot_run, whole) {
         eprintln!("kubernetes: {e:#}");
         return ExitCode::FAILURE;
     }

@@ -8,6 +8,7 @@ use kit::Handler;
 use serde_json::{Value, json};
 
 use crate::Run;
+use crate::cgroups::{children, hierarchy, path};
 use crate::cluster::until;
 use crate::side::{Facts, LIMIT, Side, at, container, sleeping, with};
 
@@ -30,15 +31,6 @@ const LIMITS: [&str; 6] = [
     "cpu.max",
 ];
 
-/// The cgroup of a pod, below a hierarchy.
-fn cgroup(pod: &Value) -> String {
-    let uid = at(pod, "metadata.uid");
-    match at(pod, "status.qosClass").as_str() {
-        "Guaranteed" => format!("kubepods/pod{uid}"),
-        class => format!("kubepods/{}/pod{uid}", class.to_lowercase()),
-    }
-}
-
 /// The limits of a cgroup, and how many cgroups are in it.
 fn limits(facts: &mut Facts, name: &str, cgroup: &str) -> Result<()> {
     let top = PathBuf::from("/sys/fs/cgroup");
@@ -51,10 +43,7 @@ fn limits(facts: &mut Facts, name: &str, cgroup: &str) -> Result<()> {
         }
     }
     ensure!(read > 0, "no limit below {cgroup}");
-    let memory = if top.join("memory").is_dir() { top.join("memory") } else { top };
-    let children = fs::read_dir(memory.join(cgroup))?
-        .filter(|entry| entry.as_ref().is_ok_and(|entry| entry.path().is_dir()));
-    facts.add(format!("{name}: cgroups"), children.count());
+    facts.add(format!("{name}: cgroups"), children(&hierarchy().join(cgroup))?.len());
     Ok(())
 }
 
@@ -76,7 +65,7 @@ fn qos(side: &Side) -> Result<Facts> {
         facts.add(format!("{name}: class"), at(&pod, "status.qosClass"));
         let adjusted = side.sh(name, "cat /proc/1/oom_score_adj")?;
         facts.add(format!("{name}: oom_score_adj"), adjusted);
-        limits(&mut facts, name, &cgroup(&pod))?;
+        limits(&mut facts, name, &path(&pod))?;
     }
     side.delete(&["pod/guaranteed", "pod/burstable", "pod/best-effort"])?;
     Ok(facts)
@@ -104,7 +93,7 @@ fn overhead(side: &Side) -> Result<Facts> {
     )?;
     let pod = side.get("pod/overhead")?;
     facts.expect("overhead", at(&pod, "spec.overhead.memory"), "24Mi")?;
-    limits(&mut facts, "pod", &cgroup(&pod))?;
+    limits(&mut facts, "pod", &path(&pod))?;
     side.delete(&["pod/overhead"])?;
     side.cluster.kubectl(&["delete", "runtimeclass", &class])?;
     Ok(facts)
@@ -138,7 +127,7 @@ fn resize(side: &Side) -> Result<Facts> {
         /sys/fs/cgroup/memory.max 2>/dev/null; true",
         )?,
     );
-    limits(&mut facts, "pod", &cgroup(&pod))?;
+    limits(&mut facts, "pod", &path(&pod))?;
     side.delete(&["pod/resized"])?;
     facts.add("events", side.events("resized")?);
     Ok(facts)

@@ -6,10 +6,12 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use kit::machine::cgroup_driver::CgroupDriver;
 use serde_json::{Value, json};
 
 use crate::cluster::{Cluster, output};
 use crate::known::{self, Known};
+use crate::machine::Machine;
 use crate::side::Facts;
 
 /// A case by both handlers.
@@ -99,6 +101,7 @@ fn compare(builtin: &Facts, ours: &Facts) -> Vec<Difference> {
 pub(crate) fn report(
     cluster: &Cluster,
     outcomes: &BTreeMap<&'static str, Outcome>,
+    cannot_run: &[(&str, &str)],
     whole: bool,
 ) -> Result<()> {
     for outcome in outcomes.values() {
@@ -109,33 +112,43 @@ pub(crate) fn report(
             println!("        {}", known.map_or("NOT EXPLAINED", |known| known.why));
         }
     }
-    for (case, why) in known::CANNOT_RUN {
+    for (case, why) in cannot_run {
         println!("{case}: skipped: {why}");
     }
-    let Some(results) = std::env::var_os("RESULTS_DIR").map(PathBuf::from) else { return Ok(()) };
     if !whole {
         return Ok(());
     }
-    let mut date = Command::new("date");
-    date.args(["-u", "+%F"]);
-    let [kubernetes, containerd] = cluster.versions()?;
     let same = |o: &&Outcome| o.passed == [true, true] && o.differences.is_empty();
     let explained = |o: &&Outcome| {
         o.passed == [true, true] && !o.differences.is_empty() && o.unexplained().is_empty()
     };
     let result = json!({
-        "kubernetes": kubernetes,
-        "containerd": containerd,
-        "date": output(date, b"")?.trim(),
         "same": outcomes.values().filter(same).count(),
         "explained": outcomes.values().filter(explained).count(),
         "failed": outcomes.values().filter(|o| !same(o) && !explained(o)).count(),
-        "skipped": known::CANNOT_RUN.len(),
+        "skipped": cannot_run.len(),
         "cases": outcomes.values().map(Outcome::to_json).collect::<Vec<_>>(),
     });
     ensure!(!outcomes.is_empty(), "no case ran");
+    write(cluster, "kubernetes", result)
+}
+
+/// Writes a result down, with the versions, the cgroup driver and the date, where RESULTS_DIR says.
+pub(crate) fn write(cluster: &Cluster, name: &str, mut result: Value) -> Result<()> {
+    let Some(results) = std::env::var_os("RESULTS_DIR").map(PathBuf::from) else { return Ok(()) };
+    let mut date = Command::new("date");
+    date.args(["-u", "+%F"]);
+    let [kubernetes, containerd] = cluster.versions()?;
+    let driver = match Machine::cgroup_driver() {
+        CgroupDriver::Cgroupfs => "cgroupfs",
+        CgroupDriver::Systemd => "systemd",
+    };
+    result["kubernetes"] = kubernetes.as_str().into();
+    result["containerd"] = containerd.as_str().into();
+    result["cgroup_driver"] = driver.into();
+    result["date"] = output(date, b"")?.trim().into();
     fs::create_dir_all(&results)?;
-    let path = results.join(format!("kubernetes-{kubernetes}-{containerd}.json"));
+    let path = results.join(format!("{name}-{kubernetes}-{containerd}-{driver}.json"));
     fs::write(&path, serde_json::to_string_pretty(&result)?)
         .with_context(|| path.display().to_string())
 }

@@ -9,8 +9,17 @@ use serde_json::{Value, json};
 
 use crate::cluster::{Cluster, output, until};
 
-/// How long a pod may take to become what it should, on a busy machine.
+/// How long a pod may take to become what it should, on a busy machine of usual speed.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+
+/// The same as an option of kubectl, for this machine.
+pub(crate) fn limit() -> String {
+    timeout(LIMIT)
+}
+
+pub(crate) fn timeout(limit: Duration) -> String {
+    format!("--timeout={}s", kit::patient(limit).as_secs())
+}
 
 /// The observed facts of a case, by name. Both handlers must show the same.
 #[derive(Clone, Debug, Default)]
@@ -53,7 +62,7 @@ impl Side<'_> {
     pub(crate) fn prepare(&self) -> Result<()> {
         let namespace = self.namespace();
         self.cluster.kubectl(&["create", "namespace", namespace])?;
-        self.kubectl(&["wait", "--for=create", "serviceaccount/default", "--timeout=60s"])?;
+        self.kubectl(&["wait", "--for=create", "serviceaccount/default", &limit()])?;
         Ok(())
     }
 
@@ -110,8 +119,7 @@ impl Side<'_> {
 
     pub(crate) fn wait(&self, object: &str, what: &str) -> Result<()> {
         let what = format!("--for={what}");
-        let limit = format!("--timeout={}s", LIMIT.as_secs());
-        let waited = self.kubectl(&["wait", object, &what, &limit]);
+        let waited = self.kubectl(&["wait", object, &what, &limit()]);
         waited.map(drop).map_err(|e| match self.kubectl(&["describe", object]) {
             Ok(described) => e.context(described),
             Err(_) => e,
@@ -139,8 +147,7 @@ impl Side<'_> {
 
     /// Deletes objects and waits until they are gone.
     pub(crate) fn delete(&self, objects: &[&str]) -> Result<()> {
-        let limit = format!("--timeout={}s", LIMIT.as_secs());
-        self.kubectl(&[&["delete", "--ignore-not-found", &limit], objects].concat()).map(drop)
+        self.kubectl(&[&["delete", "--ignore-not-found", &limit()], objects].concat()).map(drop)
     }
 
     /// Waits until something holds of an object.

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::Run;
 use crate::cluster::until;
-use crate::side::{Facts, LIMIT, Side, at, container, sleeping, with};
+use crate::side::{Facts, LIMIT, Side, at, container, limit, sleeping, timeout, with};
 
 pub(crate) const CASES: &[(&str, Run)] = &[
     ("deployment", Run::Each(deployment)),
@@ -31,8 +31,7 @@ fn workload(side: &Side, kind: &str, name: &str, more: Value, pod: Value) -> Val
 }
 
 fn rolled_out(side: &Side, object: &str) -> Result<()> {
-    let limit = format!("--timeout={}s", LIMIT.as_secs());
-    side.kubectl(&["rollout", "status", object, &limit]).map(drop)
+    side.kubectl(&["rollout", "status", object, &limit()]).map(drop)
 }
 
 /// The names of the pods that a label selects, and which of their containers are ready.
@@ -219,19 +218,20 @@ fn eviction(side: &Side) -> Result<Facts> {
 /// More pods than threads of anything, deleted at once.
 fn fifty_deletions(side: &Side) -> Result<Facts> {
     let mut facts = Facts::default();
-    let more = json!({ "replicas": 50, "progressDeadlineSeconds": 1200 });
+    let many = kit::fewer("pods", 50);
+    let more = json!({ "replicas": many, "progressDeadlineSeconds": 1200 });
     let pod = json!({ "containers": [sleeping("main")] });
     let before = sandboxes(side)?;
     side.apply(&workload(side, "Deployment", "many", more, pod))?;
-    side.kubectl(&["rollout", "status", "deployment/many", "--timeout=1000s"])?;
+    side.kubectl(&["rollout", "status", "deployment/many", &timeout(10 * LIMIT)])?;
     let pods = side.pods("app=many")?;
     let restarted =
         pods.iter().filter(|pod| at(pod, "status.containerStatuses.0.restartCount") != "0").count();
-    facts.expect("pods", pods.len(), "50")?;
+    facts.expect("pods", pods.len(), &many.to_string())?;
     facts.expect("restarted", restarted, "0")?;
-    let limit = "--timeout=600s";
+    let limit = timeout(5 * LIMIT);
     side.kubectl(&["delete", "deployment/many", "--wait=false"])?;
-    side.kubectl(&["wait", "--for=delete", "pod", "-l", "app=many", limit])?;
+    side.kubectl(&["wait", "--for=delete", "pod", "-l", "app=many", &limit])?;
     until("no sandbox is left", LIMIT, || {
         let left = sandboxes(side)?;
         ensure!(left <= before, "{left} sandboxes, {before} before");
