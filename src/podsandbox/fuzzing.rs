@@ -10,7 +10,6 @@ use super::{CreateRequest, Error, Phase};
 use crate::config::Config;
 
 pub use super::record::Record;
-pub use super::status::config_json;
 
 /// Checks a request on a node without SELinux.
 ///

@@ -92,20 +92,3 @@ pub(super) fn metric(id: String, metric: Metric) -> ControllerMetricsResponse {
     };
     ControllerMetricsResponse { metrics: MessageField::some(metric), ..Default::default() }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_before_and_after_the_epoch() {
-        let parts = |time| (timestamp(time).seconds, timestamp(time).nanos);
-        assert_eq!(parts(UNIX_EPOCH), (0, 0));
-        assert_eq!(
-            parts(UNIX_EPOCH + Duration::new(1_700_000_000, 999_999_999)),
-            (1_700_000_000, 999_999_999)
-        );
-        assert_eq!(parts(UNIX_EPOCH - Duration::from_secs(2)), (-2, 0));
-        assert_eq!(parts(UNIX_EPOCH - Duration::from_millis(1500)), (-2, 500_000_000));
-    }
-}
