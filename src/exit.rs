@@ -114,10 +114,50 @@ where
 mod tests {
     use std::future::{pending, ready};
 
-    use tokio::sync::Notify;
+    use tokio::sync::{Notify, watch};
     use tokio::time::Instant;
 
     use super::*;
+    use crate::error::StepError;
+    use crate::process::Identity;
+
+    /// A process that ends when the sender says so.
+    #[derive(Debug)]
+    struct Fake(watch::Receiver<Option<Exit>>);
+
+    impl Process for Fake {
+        fn identity(&self) -> &Identity {
+            unreachable!()
+        }
+
+        fn kill(&self) -> Result<(), StepError> {
+            unreachable!()
+        }
+
+        fn exited(&self) -> BoxFuture<'_, Exit> {
+            let mut end = self.0.clone();
+            Box::pin(async move { end.wait_for(Option::is_some).await.unwrap().unwrap() })
+        }
+    }
+
+    #[test]
+    fn an_exit_is_seen_once_and_the_process_is_no_longer_held() {
+        let mut cx = Context::from_waker(std::task::Waker::noop());
+        let exit = Exit { status: 137, at: std::time::SystemTime::UNIX_EPOCH };
+        let (end, seen) = watch::channel(None);
+        let process: Arc<dyn Process> = Arc::new(Fake(seen));
+        let held = Arc::downgrade(&process);
+        let mut waiter = ExitWaiter::default();
+        assert_eq!(waiter.poll_exit(&mut cx), Poll::Pending, "unarmed");
+        waiter.arm(process);
+        assert_eq!(waiter.poll_exit(&mut cx), Poll::Pending, "alive");
+        end.send_replace(Some(exit));
+        waiter.disarm();
+        assert_eq!((waiter.poll_exit(&mut cx), held.strong_count()), (Poll::Pending, 0));
+        waiter.arm(Arc::new(Fake(end.subscribe())));
+        assert_eq!(waiter.poll_exit(&mut cx), Poll::Ready(exit));
+        assert_eq!(waiter.poll_exit(&mut cx), Poll::Pending, "once");
+    }
 
     #[tokio::test(start_paused = true)]
     async fn retries_with_growing_delays_until_the_work_breaks() {

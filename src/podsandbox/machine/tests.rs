@@ -358,6 +358,11 @@ fn a_pause_that_is_adopted_ends_with_its_dead_shim() {
     assert_eq!(machine.on(Event::AdoptedAlive), [Action::Publish, Action::Watch, Action::Kill]);
     assert_eq!(machine.on(Event::Exited(EXIT)), exited());
     assert_eq!(machine.on(Event::ShimDied), []);
+    // Also if the actor panics between the two.
+    let mut machine = Machine::new(Phase::Unknown, None);
+    machine.on(Event::ShimDied);
+    machine.adopt_again();
+    assert_eq!(machine.on(Event::AdoptedAlive), [Action::Publish, Action::Watch, Action::Kill]);
 }
 
 #[test]
@@ -365,6 +370,7 @@ fn an_unknown_pause_is_looked_for_until_it_is_found() {
     let mut machine = Machine::new(Phase::Unknown, None);
     assert_eq!(machine.on(Event::RetryDue), [Action::Run(Job::Adopt)]);
     assert_eq!(machine.on(Event::AdoptFailed), [Action::Publish, Action::RetryAfter(1)]);
+    assert_eq!(machine.failures(), 0, "no cleanup has failed");
     assert_eq!(machine.on(Event::RetryDue), [Action::Run(Job::Adopt)]);
     assert_eq!(machine.on(Event::AdoptedAlive), [Action::Publish, Action::Watch]);
     assert_eq!(machine.failures(), 0);
@@ -434,4 +440,61 @@ fn the_cause_is_that_of_the_first_kill_also_after_a_panic() {
     machine.on(Event::Exited(EXIT));
     machine.on(ask(Rpc::Stop));
     assert_eq!(machine.cause(), None);
+}
+
+#[test]
+fn cleanups_that_fail_are_counted_until_one_succeeds() {
+    let mut machine = Machine::new(Phase::Ready, None);
+    machine.on(Event::RpcReceived(Rpc::Stop));
+    machine.on(Event::Exited(EXIT));
+    let failed = [Action::Fail(Rpc::Stop), Action::Publish, Action::RetryAfter(1)];
+    assert_eq!(machine.on(Event::JobFailed), failed);
+    assert_eq!(machine.on(Event::RetryDue), [Action::Run(Job::Cleanup)]);
+    assert_eq!(machine.on(Event::JobFailed), [Action::Publish, Action::RetryAfter(2)]);
+    assert_eq!(machine.failures(), 2);
+    machine.on(Event::RetryDue);
+    assert_eq!(
+        machine.on(Event::JobDone),
+        [Action::Publish],
+        "readers see the end of the failures"
+    );
+    assert_eq!(machine.failures(), 0);
+}
+
+#[test]
+fn an_interrupted_start_has_no_cleanup_and_its_removal_is_no_concern_of_stop() {
+    let (mut machine, remove) = (Machine::interrupted(EXIT), [Action::Run(Job::Remove)]);
+    assert_eq!(machine.on(Event::RpcReceived(Rpc::Shutdown)), remove);
+    assert_eq!(machine.on(Event::RpcReceived(Rpc::Stop)), []);
+    let [stopped, kept] = [Action::Succeed(Rpc::Stop), Action::Fail(Rpc::Shutdown)];
+    let failed = [stopped, kept, Action::Publish, Action::RetryAfter(1)];
+    assert_eq!(machine.on(Event::JobFailed), failed);
+    assert_eq!(machine.on(Event::RetryDue), remove);
+}
+
+#[test]
+fn a_retry_removes_no_sandbox_that_is_to_stay() {
+    assert_eq!(Machine::new(Phase::Created, None).on(Event::RetryDue), []);
+}
+
+#[test]
+fn a_sandbox_is_idle_unless_a_job_runs_or_its_pause_process_is_being_killed() {
+    for rpc in [Rpc::Stop, Rpc::Shutdown] {
+        let mut machine = Machine::new(Phase::Ready, None);
+        assert!(machine.is_idle());
+        machine.on(Event::RpcReceived(rpc));
+        assert!(!machine.is_idle(), "the kill for {rpc:?}");
+        machine.on(Event::Exited(EXIT));
+        assert!(!machine.is_idle(), "the cleanup");
+        machine.on(Event::JobDone);
+        assert_eq!(machine.is_idle(), rpc == Rpc::Stop, "the removal");
+    }
+}
+
+#[test]
+fn phases_and_rpcs_have_the_names_that_commands_and_metrics_read() {
+    let rpcs = [Rpc::Start, Rpc::Stop, Rpc::Shutdown].map(Rpc::name);
+    assert_eq!(rpcs, ["start", "stop", "shutdown"]);
+    let names = ["created", "starting", "ready", "not ready", "unknown"];
+    assert_eq!(Phase::ALL.map(Phase::name), names);
 }

@@ -5,6 +5,16 @@ use nix::unistd::mkfifo;
 
 use super::*;
 
+/// The place of the record of sandbox `id`.
+fn store(records: &Path) -> RecordStore {
+    let layout = Layout { root: "/".into(), volatile: "/".into(), records: records.to_owned() };
+    RecordStore::new(&Arc::new(layout), &"id".try_into().unwrap())
+}
+
+fn record() -> Record {
+    Record::of_plan(Plan::new("id".try_into().unwrap()))
+}
+
 /// Promise: only_files_of_root_count.
 #[test]
 fn only_a_regular_file_of_roots_is_read() {
@@ -37,12 +47,9 @@ fn only_a_regular_file_of_roots_is_read() {
 #[test]
 fn a_record_with_a_bad_id_is_malformed() {
     let dir = tempfile::tempdir().unwrap();
-    let layout =
-        Arc::new(Layout { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
-    let store = RecordStore::new(&layout, &"id".try_into().unwrap());
+    let store = store(dir.path());
     fs::create_dir(store.dir()).unwrap();
-    let record = Record::of_plan(Plan::new("id".try_into().unwrap()));
-    let mut json = serde_json::to_value(record).unwrap();
+    let mut json = serde_json::to_value(record()).unwrap();
     for (place, id) in [("/id", "../id"), ("/plan/id", "a b"), ("/id", "other")] {
         let good = std::mem::replace(json.pointer_mut(place).unwrap(), id.into());
         fs::write(store.dir().join(RECORD), json.to_string()).unwrap();
@@ -95,22 +102,62 @@ fn an_update_changes_what_it_names() {
 #[test]
 fn a_record_that_could_not_be_read_again_is_not_written() {
     let dir = tempfile::tempdir().unwrap();
-    let layout =
-        Arc::new(Layout { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
-    let store = RecordStore::new(&layout, &"id".try_into().unwrap());
+    let store = store(dir.path());
     fs::create_dir(store.dir()).unwrap();
-    let error = store.replace(RECORD, &"x".repeat(64 << 20)).unwrap_err().to_string();
+    // With the quotes of JSON.
+    let mut text = "x".repeat((64 << 20) - 1);
+    let error = store.replace(RECORD, &text).unwrap_err().to_string();
     assert!(error.contains("os error 27") && error.contains(RECORD), "{error}");
     assert_eq!(fs::read_dir(store.dir()).unwrap().count(), 0, "something is left of it");
+    text.pop();
+    store.replace(RECORD, &text).unwrap();
+    assert_eq!(fs::metadata(store.dir().join(RECORD)).unwrap().len(), 64 << 20);
+}
+
+#[test]
+fn a_record_takes_the_place_of_no_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    // Left by a daemon that has ended before it wrote the record.
+    fs::create_dir(store.dir()).unwrap();
+    store.create(&record()).unwrap();
+    let other = Record { own_shim: true, ..record() };
+    let error = store.create(&other).unwrap_err().to_string();
+    assert!(error.starts_with("make record directory"), "{error}");
+    assert_eq!(store.read_record().unwrap(), record());
+    store.change(|record| record.own_shim = true).unwrap();
+    assert_eq!(store.read_record().unwrap(), other);
+}
+
+#[test]
+fn the_stage_is_that_which_was_written_last_until_the_removal() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    store.create(&record()).unwrap();
+    assert_eq!(store.stage().unwrap(), Stage::Created);
+    let exit = Exit { status: 137, at: SystemTime::UNIX_EPOCH };
+    let exited = Stage::Exited { pid: 7, exit, reason: Some(EndReason::Stopped) };
+    store.set_stage(&exited).unwrap();
+    assert_eq!(store.stage().unwrap(), exited);
+    store.remove().unwrap();
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    store.remove().unwrap();
+}
+
+#[test]
+fn a_record_of_a_newer_version_is_not_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    store.create(&Record { version: VERSION + 1, ..record() }).unwrap();
+    let error = store.read_record().unwrap_err();
+    assert!(matches!(error, RecordError::Newer { version: 2, .. }), "{error}");
 }
 
 #[test]
 fn a_first_record_that_cannot_be_written_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let layout =
-        Arc::new(Layout { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
-    let store = RecordStore::new(&layout, &"id".try_into().unwrap());
-    let mut record = Record::of_plan(Plan::new("id".try_into().unwrap()));
+    let store = store(dir.path());
+    let mut record = record();
     record.info.labels.insert("long".to_owned(), "x".repeat(64 << 20));
     let error = store.create(&record).unwrap_err().to_string();
     assert!(error.contains("os error 27"), "{error}");
