@@ -126,7 +126,7 @@ fn is_level(level: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protos::cri::{Int64Value, SecurityProfile};
+    use crate::protos::cri::{Int64Value, SELinuxOption, SecurityProfile};
 
     #[test]
     fn profiles_are_files_with_an_object() {
@@ -173,6 +173,54 @@ mod tests {
             }
             assert_eq!(checked(&bad, true), [Ok(()), Ok(())], "a privileged pod has no profile");
         }
+    }
+
+    #[test]
+    fn a_profile_has_at_most_16_mib() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().to_str().unwrap();
+        // Blanks, which JSON permits after the object.
+        let mut text = format!("{{}}{}", " ".repeat((16 << 20) - 2));
+        std::fs::write(path, &text).unwrap();
+        assert!(check_profile("id", "f", path).is_ok());
+        text.push(' ');
+        std::fs::write(path, &text).unwrap();
+        let error = check_profile("id", "f", path).unwrap_err().to_string();
+        assert!(error.contains("is not a file of at most 16777216 bytes"), "{error}");
+    }
+
+    #[test]
+    fn only_a_localhost_profile_has_a_path() {
+        let checked = |kind, path: &str| {
+            let seccomp = SecurityProfile {
+                profile_type: protobuf::EnumOrUnknown::from_i32(kind),
+                localhost_ref: path.to_owned(),
+                ..Default::default()
+            };
+            let seccomp = Some(seccomp).into();
+            let security = LinuxSandboxSecurityContext { seccomp, ..Default::default() };
+            check("id", &security).map_err(|e| e.to_string())
+        };
+        for kind in [ProfileType::RuntimeDefault, ProfileType::Unconfined] {
+            assert_eq!(checked(kind as i32, ""), Ok(()));
+            assert!(checked(kind as i32, "/a").is_err_and(|e| e.contains("seccomp.localhost_ref")));
+        }
+        assert!(checked(9, "").is_err_and(|e| e.contains("seccomp.profile_type")));
+    }
+
+    #[test]
+    fn a_wrong_selinux_level_and_a_group_without_a_user_are_refused() {
+        let checked = |security| check("id", &security).map_err(|e| e.to_string());
+        let with_level = |level: &str| {
+            let selinux = SELinuxOption { level: level.to_owned(), ..Default::default() };
+            let selinux_options = Some(selinux).into();
+            LinuxSandboxSecurityContext { selinux_options, ..Default::default() }
+        };
+        assert_eq!(checked(with_level("s0:c1,c2")), Ok(()));
+        assert!(checked(with_level("high")).is_err_and(|e| e.contains("selinux_options.level")));
+        let run_as_group = Some(Int64Value::new()).into();
+        let group = LinuxSandboxSecurityContext { run_as_group, ..Default::default() };
+        assert!(checked(group).is_err_and(|e| e.contains("is given without run_as_user")));
     }
 
     #[test]

@@ -158,3 +158,146 @@ fn sysctls_of_the_settings_go_to_pods_that_own_the_namespace_and_do_not_set_them
     assert_eq!(checked(&[ports], false, private)[0], "net.ipv4.ip_unprivileged_port_start=1");
     assert_eq!(checked(&[ports], false, private).len(), 4);
 }
+
+#[test]
+fn the_mode_of_a_namespace_is_the_pods_or_the_nodes() {
+    let checked = |value| mode("id", "ipc", protobuf::EnumOrUnknown::from_i32(value));
+    let modes = [NamespaceMode::POD, NamespaceMode::CONTAINER, NamespaceMode::TARGET];
+    for value in modes {
+        assert_eq!(checked(value as i32).unwrap(), Namespace::Private, "{value:?}");
+    }
+    assert_eq!(checked(NamespaceMode::NODE as i32).unwrap(), Namespace::Node);
+    let error = checked(9).unwrap_err().to_string();
+    assert!(error.contains("namespace_options.ipc: mode 9 is not valid"), "{error}");
+}
+
+#[test]
+fn a_network_namespace_is_named_by_an_absolute_path() {
+    let checked = |path: &str| netns("id", false, path).map_err(|e| e.to_string());
+    let own = "/proc/self/ns/net";
+    assert_eq!(checked(own).unwrap(), Some(own.into()));
+    assert_eq!(netns("id", true, "").unwrap(), None);
+    // The longest path that the kernel takes, and one byte more.
+    let (longest, too_long) = (format!("{}/", "/a".repeat(2047)), "/a".repeat(2048));
+    for (bad, reason) in [
+        ("", "is empty"),
+        ("proc/self/ns/net", "is not an absolute path"),
+        ("/a\0", "is not an absolute path"),
+        (&longest, "No such file"),
+        (&too_long, "\u{2026}\" is not an absolute path"),
+        ("/dev/null", "is not a network namespace"),
+    ] {
+        let error = checked(bad).unwrap_err();
+        assert!(error.contains("netns_path") && error.contains(reason), "{error}");
+    }
+}
+
+#[test]
+fn a_hostname_is_one_that_the_kernel_takes() {
+    let checked = |name: &str, node| hostname("id", name, node).map_err(|e| e.to_string());
+    let longest = "x".repeat(64);
+    assert_eq!(checked(&longest, false).unwrap(), longest);
+    assert_eq!(checked("", true).unwrap(), "");
+    for (bad, node, reason) in [
+        ("x", true, "is given, and the pod uses the node's network"),
+        (&"x".repeat(65), false, "has 65 bytes, more than 64"),
+        ("a\0", false, "has a zero byte"),
+    ] {
+        let error = checked(bad, node).unwrap_err();
+        assert!(error.contains("hostname: ") && error.contains(reason), "{error}");
+    }
+}
+
+#[test]
+fn a_user_namespace_has_one_mapping_of_each_kind() {
+    let checked = |mode, uids: &[u32]| {
+        let mapping = |length: &u32| IDMapping { length: *length, ..Default::default() };
+        let users = crate::protos::cri::UserNamespace {
+            mode: protobuf::EnumOrUnknown::from_i32(mode),
+            uids: uids.iter().map(mapping).collect(),
+            gids: vec![mapping(&65536)],
+            ..Default::default()
+        };
+        let options = NamespaceOption { userns_options: Some(users).into(), ..Default::default() };
+        userns("id", &options).map_err(|e| e.to_string())
+    };
+    let (pod, node) = (NamespaceMode::POD as i32, NamespaceMode::NODE as i32);
+    let found = checked(pod, &[3]).unwrap().unwrap();
+    assert_eq!((found.uid.length, found.gid.length), (3, 65536));
+    assert_eq!(userns("id", &NamespaceOption::default()).unwrap(), None);
+    for (mode, uids, reason) in [
+        (pod, &[1, 1][..], "uids: has 2 mappings, not one"),
+        (pod, &[0], "uids: is empty or goes beyond"),
+        (node, &[], "mode NODE goes with no mappings"),
+        (9, &[3], "mode 9 is not valid for a sandbox"),
+    ] {
+        let error = checked(mode, uids).unwrap_err();
+        assert!(error.contains("userns_options") && error.contains(reason), "{error}");
+    }
+}
+
+#[test]
+fn a_pod_sets_no_sysctl_of_the_node() {
+    let checked = |name: &str, value: &str, host_network, ipc| {
+        let mut pod = PodSandboxConfig::new();
+        let linux = pod.linux.mut_or_insert_default();
+        linux.sysctls.insert(name.to_owned(), value.to_owned());
+        let (config, security) = Default::default();
+        sysctls::check("id", &pod, &config, host_network, ipc, &security)
+            .map(drop)
+            .map_err(|e| e.to_string())
+    };
+    let (private, node) = (Namespace::Private, Namespace::Node);
+    let (network, ipc, uts) = ("net.core.somaxconn", "kernel.msgmax", "kernel.domainname");
+    let malformed = "is not a sysctl name, or its value has a zero byte";
+    for (name, value, host_network, of_ipc, reason) in [
+        (network, "1", false, node, ""),
+        (ipc, "1", true, private, ""),
+        (uts, "x", false, node, ""),
+        (network, "1", true, private, "the pod uses the node's network"),
+        (ipc, "1", false, node, "the pod uses the node's IPC"),
+        (uts, "x", true, private, "the pod uses the node's network and so its UTS namespace"),
+        ("vm.swappiness", "1", false, private, "is not namespaced, it would change the node"),
+        ("net..x", "1", false, private, malformed),
+        (network, "1\0", false, private, malformed),
+    ] {
+        let found = checked(name, value, host_network, of_ipc).err().unwrap_or_default();
+        assert_eq!(found.is_empty(), reason.is_empty(), "{name}: {found}");
+        assert!(found.ends_with(reason), "{found}");
+    }
+}
+
+#[test]
+fn low_ports_and_ping_are_for_every_user_unless_the_pod_decides() {
+    let (ports, ping) = ("net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range");
+    let checked = |own: &[&str], config: &Config, host_network, users: Option<NamespaceMode>| {
+        let mut pod = PodSandboxConfig::new();
+        let linux = pod.linux.mut_or_insert_default();
+        linux.sysctls = own.iter().map(|name| ((*name).to_owned(), "7".to_owned())).collect();
+        let mut security = crate::protos::cri::LinuxSandboxSecurityContext::new();
+        let users = users.map(|mode| crate::protos::cri::UserNamespace {
+            mode: mode.into(),
+            ..Default::default()
+        });
+        security.namespace_options.mut_or_insert_default().userns_options = users.into();
+        sysctls::check("id", &pod, config, host_network, Namespace::Private, &security).unwrap()
+    };
+    let config = |enable_unprivileged_ports, enable_unprivileged_icmp| Config {
+        enable_unprivileged_ports,
+        enable_unprivileged_icmp,
+        ..Config::default()
+    };
+    let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+    let (low, all) = (pair(ports, "0"), pair(ping, "0 2147483647"));
+    let both = [low.clone(), all.clone()];
+    let (on, node) = (config(true, true), Some(NamespaceMode::NODE));
+    assert_eq!(checked(&[], &on, false, None), both);
+    assert_eq!(checked(&[], &on, false, node), both);
+    // The group of the range is not one of the pod's.
+    assert_eq!(checked(&[], &on, false, Some(NamespaceMode::POD)), both[..1]);
+    assert_eq!(checked(&[], &on, true, None), []);
+    assert_eq!(checked(&[], &config(true, false), false, None), both[..1]);
+    assert_eq!(checked(&[], &config(false, true), false, None), both[1..]);
+    assert_eq!(checked(&[ports], &on, false, None), [pair(ports, "7"), all]);
+    assert_eq!(checked(&[ping], &on, false, None), [pair(ping, "7"), low]);
+}
