@@ -6,7 +6,7 @@
 	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
 	releases test-shim-alone conformance test-kubernetes test-kubernetes-vm chart fuzz \
 	fuzz-short soak test-deb test-vm test-arm64 \
-	prepare tools bench bench-quick budget compare clean
+	mutants prepare tools bench bench-quick budget compare clean
 
 CARGO ?= cargo
 # Of tools, in little time: unoptimised, without debug information, each crate that several need
@@ -23,6 +23,8 @@ DENY_VERSION := 0.20.2
 DENY := target/tools/bin/cargo-deny
 MACHETE_VERSION := 0.9.2
 MACHETE := target/tools/bin/cargo-machete
+MUTANTS_VERSION := 27.1.0
+CARGO_MUTANTS := target/tools/bin/cargo-mutants
 DEB_VERSION := 3.8.0
 DEB := target/tools/bin/cargo-deb
 RPM_VERSION := 0.21.1
@@ -50,6 +52,10 @@ KUBERNETES ?= 1.37.2
 # The releases of `make compare`, and the pods of its churn.
 COMPARE ?= $(LTS) 2.4.2
 PODS ?= 10000
+# Sources that `make mutants` puts faults into.
+MUTANTS ?= src/podsandbox/machine.rs src/exit.rs src/podsandbox/record.rs \
+	src/podsandbox/validate.rs src/podsandbox/validate/*.rs src/cgroup/*.rs src/process/*.rs \
+	$(addprefix runc-shim/src/,container/state.rs container/step.rs exits.rs)
 # Of critest and crictl, and the releases that `make conformance` runs it on.
 CRI_TOOLS := 1.37.0
 CONFORMANCE ?= $(LTS)
@@ -248,6 +254,19 @@ fuzz-short: ## fuzz what the daemon decodes of others for 30 s, or FUZZ_SECONDS
 
 fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 	FUZZ_PROFILE=release FUZZ_EACH=$${FUZZ_EACH:-600} fuzz/run short
+
+# A daemon with a fault may kill or unmount anything, so each package has a lane (tests/kit/lanes).
+mutants: $(CARGO_MUTANTS) ## faults in the sources that no test finds; hours; needs root
+	rm -rf target/mutants
+	mutate() { \
+		echo "$$1 env CARGO_TARGET_DIR=$(CURDIR)/target/mutants/build-$$1 CARGO_INCREMENTAL=1 \
+		CARGO_PROFILE_DEV_DEBUG=false CARGO_NET_OFFLINE=true $(CARGO_MUTANTS) mutants \
+		--output target/mutants/$$1 $(addprefix --file=,$(MUTANTS)) $$2"; \
+	}; { mutate daemon "-p pause-sandboxer -C=--lib -C=--test=life -C=--test=native"; \
+		mutate shim "-p $(SHIM) -C=--lib"; } | tests/kit/lanes 2 $(CURDIR)/target/mutants
+
+$(CARGO_MUTANTS):
+	$(INSTALL) --debug --locked --root target/tools --version $(MUTANTS_VERSION) cargo-mutants
 
 # Pods, restarts and deaths at random; SOAK_SEED repeats a run.
 soak: parts ## random churn for 10 minutes, or SOAK_SECONDS; needs root
