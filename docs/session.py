@@ -17,9 +17,9 @@ SCENES = [
     ("Add the handler to containerd", "add its handler to containerd", [
         ("pause-sandboxer enable", 5), ("pause-sandboxer check", 5)]),
     ("Run a test pod", "run a test pod", [("pause-sandboxer selftest", 12)]),
-    ("Run a pod", "run a pod", [
-        ("crictl runp --runtime runc-pause", 1), ("crictl create", 1), ("crictl start", 1),
-        ("pause-sandboxer list", 2)]),
+    ("In a cluster", "a pod of kubectl, in a cluster", [
+        ("kubectl apply", 2), ("kubectl get pods", 3), ("pause-sandboxer list", 2),
+        ("kubectl exec", 1)]),
     ("Restart both daemons", "restart both daemons: the pod keeps running", [
         ("systemctl restart pause-sandboxer.service", 0), ("systemctl restart containerd", 0),
         ("pause-sandboxer list", 2), ("crictl create", 1), ("crictl start", 1)]),
@@ -33,7 +33,7 @@ COLOURS = {
     "pause-sandboxer list": [(r"(?<=  )ready(?=  )", "k")],
 }
 # What viewers without animation show.
-STILL = "Run a pod"
+STILL = "In a cluster"
 COLUMNS, ROWS = 100, 13
 CHAR, LINE, LEFT, TOP = 8.0, 20, 20, 62
 WIDTH, HEIGHT = round(COLUMNS * CHAR) + 2 * LEFT, TOP + ROWS * LINE

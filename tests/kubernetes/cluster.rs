@@ -299,6 +299,7 @@ impl Cluster {
         self.until_it("kubelet answers", || {
             self.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/healthz"]).map(drop)
         })?;
+        self.machine.kubelet_runs()?;
         self.kubectl(&["wait", "--for=condition=Ready", "node/node", &limit()]).map(drop)
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use kit::Process;
 use kit::machine::cgroup_driver::CgroupDriver;
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MsFlags, mount, umount};
 use nix::sys::signal::Signal;
 
 use crate::cluster::{run, until};
@@ -77,8 +77,7 @@ impl Machine {
             Self::Lane(_) => cover(top),
             Self::Node => {
                 systemctl(&["stop"], &units("containerd"))?;
-                install_sandboxer()?;
-                name_a_clock_speed(top)
+                install_sandboxer()
             }
         }
     }
@@ -94,9 +93,21 @@ impl Machine {
             }
             Self::Node => {
                 write_unit(name, &command, log)?;
+                if name == "kubelet" {
+                    name_a_clock_speed()?;
+                }
                 systemctl(&["start"], &units(name)).map(drop)
             }
         }
+    }
+
+    /// Undoes what only a starting kubelet needs.
+    pub(crate) fn kubelet_runs(&self) -> Result<()> {
+        let mounts = fs::read_to_string("/proc/self/mounts")?;
+        if self.is_node() && mounts.contains(&format!(" {CPUS} ")) {
+            umount(CPUS).context(CPUS)?;
+        }
+        Ok(())
     }
 
     /// Ends a program with a signal, and waits for its end.
@@ -200,17 +211,18 @@ fn install_sandboxer() -> Result<()> {
     Ok(())
 }
 
-/// The kernel of User-mode Linux does not say how fast the CPU is; kubelet does not start then.
-fn name_a_clock_speed(top: &Path) -> Result<()> {
-    let real = Path::new("/proc/cpuinfo");
-    let text = fs::read_to_string(real)?;
+const CPUS: &str = "/proc/cpuinfo";
+
+/// The kernel of User-mode Linux does not say how fast the CPU is, without which kubelet does not
+/// start. Only until then: with a mount in it, the kernel lets no user namespace mount /proc.
+fn name_a_clock_speed() -> Result<()> {
+    let text = fs::read_to_string(CPUS)?;
     if text.contains("cpu MHz") {
         return Ok(());
     }
-    let named = top.join("cpuinfo");
-    fs::write(&named, format!("{}\ncpu MHz\t\t: 1000.000\n\n", text.trim_end()))?;
-    mount(Some(&named), real, None::<&str>, MsFlags::MS_BIND, None::<&str>)
-        .context("mount over /proc/cpuinfo")
+    let named = Path::new("/run/cluster/cpuinfo");
+    fs::write(named, format!("{}\ncpu MHz\t\t: 1000.000\n\n", text.trim_end()))?;
+    mount(Some(named), CPUS, None::<&str>, MsFlags::MS_BIND, None::<&str>).context(CPUS)
 }
 
 /// The unit of a program, or what is different in that of its package.

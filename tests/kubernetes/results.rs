@@ -60,7 +60,7 @@ impl Outcome {
             let is = |(_, found): &(Difference, Option<&'static Known>)| {
                 found.is_some_and(|found| std::ptr::eq(found, *known))
             };
-            known.case == self.case && !self.differences.iter().any(is)
+            known.always && known.case == self.case && !self.differences.iter().any(is)
         });
         let gone = gone.map(|known| format!("{}: known difference that is none", known.fact));
         new.chain(gone).collect()
