@@ -26,7 +26,7 @@ static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
             enable_unprivileged_icmp: bits & 4 == 0,
             restrict_oom_score_adj: bits & 8 != 0,
             pod_annotations: if bits & 8 == 0 {
-                vec!["a*.[a-z]?/*".parse().expect("a pattern")]
+                vec!["a*.b?/*".parse().expect("a pattern")]
             } else {
                 Vec::new()
             },
