@@ -1,5 +1,5 @@
-//! What no kernel does on order: a pause that cannot be told from a dead one, a cleanup or a thaw that
-//! hangs, a panic of a sandbox's owner. The driver is a fake; files and mounts are real.
+//! What a kernel does not do on request: a pause that may or may not be alive, a cleanup or a thaw
+//! that hangs, a panic of a sandbox's owner. The driver is a fake; files and mounts are real.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
