@@ -160,7 +160,7 @@ pub(crate) fn offline() -> Result<PathBuf> {
 
 /// Imports that image.
 pub(crate) async fn import(node: &Node) -> Result<()> {
-    let endpoint = GrpcEndpoint::new(&node.layout().containerd_socket(), CONTAINERD_NAMESPACE);
+    let endpoint = GrpcEndpoint::new(node.layout().containerd_socket(), CONTAINERD_NAMESPACE);
     Ok(images::import(&endpoint, &oci_image::pause(PROGRAM)?, &[]).await?)
 }
 

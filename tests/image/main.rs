@@ -49,7 +49,7 @@ async fn node() -> Result<Arc<Node>> {
 }
 
 async fn import(node: &Node) -> Result<()> {
-    let endpoint = GrpcEndpoint::new(&node.layout().containerd_socket(), CONTAINERD_NAMESPACE);
+    let endpoint = GrpcEndpoint::new(node.layout().containerd_socket(), CONTAINERD_NAMESPACE);
     Ok(images::import(&endpoint, &oci_image::pause(PROGRAM)?, &[]).await?)
 }
 
