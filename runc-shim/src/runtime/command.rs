@@ -94,15 +94,19 @@ pub fn last_text(output: &[u8]) -> String {
     String::from_utf8_lossy(end).trim().to_owned()
 }
 
-/// The last error in a log of JSON lines.
+/// The last error in a log of JSON objects. runc writes each on one line, crun 1.28 on several.
 pub fn last_error(log: &str) -> Option<String> {
     #[derive(Deserialize)]
-    struct Line {
+    struct Entry {
         level: String,
         msg: String,
     }
-    let lines = log.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok());
-    lines.rev().find(|line| line.level == "error").map(|line| line.msg.trim().to_owned())
+    let parsed = |(at, _): (usize, &str)| {
+        let rest = log.get(at..).unwrap_or_default();
+        serde_json::Deserializer::from_str(rest).into_iter::<Entry>().next()?.ok()
+    };
+    let mut entries = log.rmatch_indices('{').filter_map(parsed);
+    entries.find(|entry| entry.level == "error").map(|entry| entry.msg.trim().to_owned())
 }
 
 #[cfg(test)]
@@ -117,6 +121,8 @@ mod tests {
                    {\"level\":\"error\",\"msg\":\" second \\n\",\"time\":\"t\"}\n\
                    {\"level\":\"warning\",\"msg\":\"third\"}\n{\"level\":\"err";
         assert_eq!(last_error(log).as_deref(), Some("second"));
+        let of_crun = "{\n  \"msg\": \"no {hybrid} mode\",\n  \"level\": \"error\"\n}\n";
+        assert_eq!(last_error(&[log, of_crun].concat()).as_deref(), Some("no {hybrid} mode"));
         assert_eq!(last_error(""), None);
     }
 
