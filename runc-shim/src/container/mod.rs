@@ -176,6 +176,9 @@ impl Container {
         if !must_wait || !self.is_busy(key) {
             return Ok(Some(request));
         }
+        let now = Instant::now();
+        // Nobody waits for these any more.
+        self.queue.retain(|(reply, _)| !reply.is_late(now));
         if self.queue.len() >= MAX_QUEUED {
             let reason = format!("{MAX_QUEUED} calls wait for a command of the runtime");
             return Err(Error::new(Code::RESOURCE_EXHAUSTED, reason));

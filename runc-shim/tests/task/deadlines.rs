@@ -12,6 +12,7 @@ use containerd_shim_protos::ttrpc::proto::{Request, Response};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::crash::traces;
+use crate::ends::slow_runtime;
 use crate::hostile::{answer, late_runtime, raw};
 use crate::pod::{self, Container, Pod, eventually, exists};
 
@@ -357,6 +358,35 @@ fn calls_of_wait_that_were_given_up_do_not_count() {
     send(&mut given_up, "State", &state, LIMIT);
     while code(&mut given_up) == Code::DEADLINE_EXCEEDED {}
     std::thread::sleep(limit);
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn calls_that_were_given_up_while_a_command_ran_do_not_count() {
+    let mut pod = Pod::new();
+    let (with, began, go) = slow_runtime(&pod, "pause");
+    pod.run("a", "exec sleep 1000", &with);
+    let (mut pause, mut resume) = (PauseRequest::new(), ResumeRequest::new());
+    (pause.id, resume.id) = (pod.id("a"), pod.id("a"));
+    let (mut paused, mut given_up, mut resumed) = (socket(&pod), socket(&pod), socket(&pod));
+    send(&mut paused, "Pause", &pause, PROMPT);
+    eventually("the command", || exists(&began).then_some(()));
+    let limit = Duration::from_millis(100);
+    for _ in 0..1024 {
+        send(&mut given_up, "Resume", &resume, limit);
+    }
+    let mut state = StateRequest::new();
+    state.id = pod.id("a");
+    // The shim reads the calls of a connection in their order: their time begins before this. It
+    // answers only those that are late at once.
+    send(&mut given_up, "State", &state, LIMIT);
+    while code(&mut given_up) == Code::DEADLINE_EXCEEDED {}
+    std::thread::sleep(limit);
+    send(&mut resumed, "Resume", &resume, PROMPT);
+    std::fs::write(&go, "").unwrap();
+    assert_eq!((code(&mut paused), code(&mut resumed)), (Code::OK, Code::OK));
+    assert_eq!(pod.status("a"), Status::RUNNING);
     pod.end("a");
     pod.shut_down();
 }
