@@ -182,13 +182,18 @@ impl Bundle {
         containerds: &Path,
     ) -> Result<PathBuf, StepError> {
         let made = self.try_make_deletion_bundle(id, options, containerds);
-        made.or_else(|step| match containerds.join(OPTIONS).exists() {
+        made.or_else(|step| match Self::has_options(containerds) {
             true => {
                 log::warn!("deleting container {id} in containerd's bundle: {step}");
                 Ok(containerds.to_owned())
             }
             false => Err(step),
         })
+    }
+
+    /// Whether a shim has begun to create the container of containerd's bundle.
+    pub fn has_options(containerds: &Path) -> bool {
+        containerds.join(OPTIONS).exists()
     }
 
     fn try_make_deletion_bundle(

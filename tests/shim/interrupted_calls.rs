@@ -18,7 +18,10 @@ use crate::harness::{
 };
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut all = cases![Kind::Own => a_shim_killed_in_the_creation_of_a_container_leaves_nothing];
+    let mut all = cases![Kind::Own =>
+        a_shim_killed_in_the_creation_of_a_container_leaves_nothing,
+        a_shim_killed_before_it_creates_a_container_ends_no_pod,
+    ];
     all.extend(cases_of_both![
         a_shim_that_dies_under_an_exec_and_a_stop_ends_both,
         a_create_that_hangs_slows_no_other_pod,
@@ -218,6 +221,47 @@ async fn a_shim_killed_in_the_creation_of_a_container_leaves_nothing(
         gone(&pod).await?;
     }
     Ok(())
+}
+
+/// containerd makes the bundle before it calls the shim, and cannot remove it before the daemon has
+/// looked.
+async fn a_shim_killed_before_it_creates_a_container_ends_no_pod(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let layout = harness.node.layout();
+    let pod = harness.pod("creation").await?;
+    harness.bring_shim(&pod).await?;
+    let container = pod.create(ContainerSpec::sleeping("a")).await?;
+    let bundle = layout.state().join("io.containerd.runtime.v2.task/k8s.io").join(container.id());
+    let (shim, containerd) = (one_shim(&pod).await?.pid, harness.node.containerd_pid()?);
+    let record = harness.record(&pod);
+    let recorded = fs::read(&record).ok();
+    ensure!(recorded.is_some(), "the shim has no record");
+    processes::stop(shim).await?;
+    let kill = async {
+        until("the bundle", SOON, async || {
+            ensure!(bundle.join("sandbox").exists(), "there is none");
+            Ok(())
+        })
+        .await?;
+        processes::stop(containerd).await?;
+        signal(shim, Signal::SIGKILL)?;
+        // The next shim may have its own record already.
+        let handled = until("the daemon has looked", SOON, async || {
+            ensure!(fs::read(&record).ok() != recorded, "not yet");
+            Ok(())
+        });
+        let handled = handled.await;
+        signal(containerd, Signal::SIGCONT)?;
+        handled
+    };
+    let cri = harness.node.cri();
+    // If the call had not been sent yet, it reaches the next shim.
+    let (_, killed) = futures::future::join(cri.start_container(container.id()), kill).await;
+    killed?;
+    ensure!(pod.is_ready().await?, "the pod ended");
+    pod.run(ContainerSpec::sleeping("b")).await.context("the next container")?;
+    gone(&pod).await
 }
 
 /// containerd takes a lost connection for the end of the container, and the shim's runtime is

@@ -11,6 +11,7 @@ use super::{Container, NamespaceMembers, UnknownProcess};
 use crate::config::CONTAINERD_NAMESPACE;
 use crate::error::StepError;
 use crate::process::{Exit, UNKNOWN_EXIT};
+use crate::shim::bundle::Bundle;
 use crate::shim::pod_shim::{PodShim, RETRY_DELAY};
 use crate::shim::{Pod, command, containers};
 
@@ -125,7 +126,7 @@ impl PodShim {
         let NamespaceMembers { containers: mut lost, unknown } =
             self.find_namespace_members(pod)?;
         // In this order: a bundle that is removed between the two is forgotten.
-        let mut bundles = containers::of_sandbox(&self.settings().tasks(), self.id())?;
+        let mut bundles = self.find_begun()?;
         let mut forgotten = self.find_forgotten()?;
         let creating = self.find_creating()?;
         for found in [&mut lost, &mut bundles, &mut forgotten] {
@@ -142,6 +143,17 @@ impl PodShim {
         }
         forgotten.extend(creating);
         Ok(ShimLeftovers { lost, forgotten, unknown })
+    }
+
+    /// The containers with a bundle whose creation has begun. The others are nobody's loss: the own
+    /// shim writes the options into the bundle first, and containerd, which makes the bundle before
+    /// it calls the shim, removes it when the call fails, or calls the next shim.
+    fn find_begun(&self) -> Result<Vec<Container>, StepError> {
+        let mut all = containers::of_sandbox(&self.settings().tasks(), self.id())?;
+        if self.own_shim().is_some() {
+            all.retain(|container| Bundle::has_options(&container.bundle));
+        }
+        Ok(all)
     }
 
     /// Finds the containers and processes in the pod's own namespaces.
