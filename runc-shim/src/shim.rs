@@ -286,6 +286,7 @@ impl Shim {
         if self.shutdown_deadline.is_some() {
             return Err(Error::new(Code::UNAVAILABLE, "the shim is shutting down"));
         }
+        self.remove_failed();
         let id = request.id.clone();
         let mut container = Container::new(&request, &self.services.namespace)?;
         // Where there is a daemon.
@@ -297,6 +298,15 @@ impl Shim {
             self.containers.insert(id, container);
         }
         answer
+    }
+
+    /// Tries again to remove what failed creations have left.
+    fn remove_failed(&mut self) {
+        let failed = self.containers.iter().filter(|(_, it)| it.has_failed());
+        let failed: Vec<String> = failed.map(|(id, _)| id.clone()).collect();
+        for id in failed {
+            self.with(&id, Container::remove_again);
+        }
     }
 
     /// Sets the pause process of the sandbox. Succeeds if it is already set to the same process.

@@ -1,6 +1,6 @@
 //! Removal of a container, after a Delete or a failed Create. If a removal after a failed Create
 //! fails, because there is no process or descriptor for a command of the runtime, the next Delete
-//! tries again: containerd sends one after each failed Create.
+//! tries again, and the next Create of any container: containerd sends one Delete, at once.
 
 use std::os::fd::AsFd as _;
 
@@ -50,6 +50,14 @@ impl Container {
             return first.map_or_else(|| response::now(&deleted), Err);
         };
         begun.or_else(|e| self.removal_failed(first, e))
+    }
+
+    /// Tries again to remove what a failed creation has left, unless that is being done.
+    pub fn remove_again(&mut self, services: &mut Services) {
+        if !self.is_busy(&self.key) {
+            // A failure is logged.
+            let _ = self.remove(services, &self.caller(None), None);
+        }
     }
 
     /// Has the runtime delete the container.

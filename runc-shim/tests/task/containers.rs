@@ -132,6 +132,29 @@ fn what_a_failed_creation_has_left_is_removed_by_a_deletion() {
     pod.shut_down();
 }
 
+/// containerd sends one Delete, at once, when the cause of the failure may still be there.
+#[test]
+fn what_a_failed_creation_has_left_is_removed_by_the_next_one() {
+    let mut pod = Pod::new();
+    let with = leaving_runtime(&pod);
+    pod.try_create("a", "sleep 1000", &with).unwrap_err();
+    let pid = std::fs::read_to_string(pod.bundle("a").join("made.pid")).unwrap();
+    let (process, state) = (format!("/proc/{pid}"), pod.runtime_state("a"));
+    pod.delete("a", "").unwrap_err();
+    pod.create("b", "exit 3", &Container::default());
+    assert!(exists(&process) && exists(&state));
+    let path = &with.options.binary_name;
+    std::fs::rename(format!("{path}.gone"), path).unwrap();
+    pod.run("c", "exit 3", &Container::default());
+    eventually("its end", || (!exists(&process) && !exists(&state)).then_some(()));
+    eventually("its removal", || pod.delete("a", "").err().filter(|e| code(e) == Code::NOT_FOUND));
+    assert_eq!(pod.wait("c", "").unwrap(), 3);
+    for id in ["b", "c"] {
+        pod.delete(id, "").unwrap();
+    }
+    pod.shut_down();
+}
+
 /// The pods of a namespace have the runtime's state in one directory.
 #[test]
 fn a_create_of_a_container_of_another_shim_is_refused_and_does_not_delete_it() {
