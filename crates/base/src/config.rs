@@ -132,8 +132,8 @@ pub struct Config {
     #[arg(value_parser = value_parser!(u32).range(2..=i64::from(CATEGORIES)))]
     pub selinux_category_range: u32,
     /// Patterns of the pod annotations that are copied to the OCI spec of the sandbox; `*` matches
-    /// anything but a slash, `?` one character. The counterpart of containerd's setting of this
-    /// name, which is for the pod's containers.
+    /// anything but a slash. The counterpart of containerd's setting of this name, which is for the
+    /// pod's containers.
     #[arg(long, value_name = "PATTERN", value_delimiter = ',', verbatim_doc_comment)]
     pub pod_annotations: Vec<Pattern>,
     /// Size of the /dev/shm of a pod with its own IPC namespace: a number of bytes, or one with the

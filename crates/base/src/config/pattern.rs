@@ -1,57 +1,84 @@
 //! Patterns of annotation names, as containerd's `pod_annotations` takes them: those of Go's
-//! `path.Match`, without its classes and escapes.
+//! `path.Match`.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// One pattern: `*` stands for any run of characters without a slash, `?` for one that is no slash.
-/// It must fit the whole name.
+/// One pattern: `*` stands for any run of characters without a slash, `?` for one that is no slash,
+/// `[a-c]` and `[^a-c]` for one that is in the ranges, or not; a backslash takes the next character
+/// as it is. It must fit the whole name.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Pattern(String);
+pub struct Pattern {
+    text: String,
+    parts: Vec<Part>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Part {
+    Any,
+    One,
+    In { ranges: Vec<(char, char)>, not: bool },
+    Char(char),
+}
 
 impl Pattern {
     /// Whether it fits.
     pub fn fits(&self, name: &str) -> bool {
-        // Only a slash stands for a slash, so the parts between them fit one by one.
-        let mut parts = name.split('/');
-        self.0.split('/').all(|part| parts.next().is_some_and(|name| fits(part, name)))
-            && parts.next().is_none()
+        // The parts that may come next: all ways of dividing the name at once, however many stars
+        // there are.
+        let mut next = vec![false; self.parts.len() + 1];
+        if let Some(first) = next.first_mut() {
+            *first = true;
+        }
+        self.skip_stars(&mut next);
+        for c in name.chars() {
+            let mut after = vec![false; next.len()];
+            for (index, part) in
+                self.parts.iter().enumerate().filter(|(index, _)| next.get(*index) == Some(&true))
+            {
+                let (fits, at) = match part {
+                    Part::Any => (c != '/', index),
+                    Part::One => (c != '/', index + 1),
+                    Part::In { ranges, not } => (
+                        ranges.iter().any(|(low, high)| (*low..=*high).contains(&c)) != *not,
+                        index + 1,
+                    ),
+                    Part::Char(own) => (*own == c, index + 1),
+                };
+                if let Some(reached) = after.get_mut(at) {
+                    *reached |= fits;
+                }
+            }
+            self.skip_stars(&mut after);
+            next = after;
+        }
+        next.last() == Some(&true)
+    }
+
+    /// A star may stand for nothing.
+    fn skip_stars(&self, next: &mut [bool]) {
+        for (index, part) in self.parts.iter().enumerate() {
+            if *part == Part::Any
+                && next.get(index) == Some(&true)
+                && let Some(after) = next.get_mut(index + 1)
+            {
+                *after = true;
+            }
+        }
     }
 
     /// The text of the pattern.
     pub fn as_str(&self) -> &str {
-        &self.0
+        &self.text
     }
-}
-
-/// Whether a pattern fits a name, both without a slash. What an earlier star could take a later one
-/// can, so only the last star is tried again, with one character more.
-fn fits(pattern: &str, name: &str) -> bool {
-    let (pattern, name) = (Vec::from_iter(pattern.chars()), Vec::from_iter(name.chars()));
-    let (mut at, mut seen, mut star) = (0, 0, None);
-    while let Some(c) = name.get(seen) {
-        match (pattern.get(at), star) {
-            (Some('*'), _) => {
-                at += 1;
-                star = Some((at, seen));
-            }
-            (Some(own), _) if *own == '?' || own == c => (at, seen) = (at + 1, seen + 1),
-            (_, Some((after, begun))) => {
-                (at, seen) = (after, begun + 1);
-                star = Some((after, begun + 1));
-            }
-            (_, None) => return false,
-        }
-    }
-    pattern.iter().skip(at).all(|rest| *rest == '*')
 }
 
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.text)
     }
 }
 
@@ -59,10 +86,54 @@ impl FromStr for Pattern {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if text.contains(['[', '\\']) {
-            return Err(format!("{text:?} has a class or an escape: a pattern has only * and ?"));
+        let parts = parts(text).map_err(|()| format!("{text:?} is not a valid pattern"))?;
+        Ok(Self { text: text.to_owned(), parts })
+    }
+}
+
+fn parts(text: &str) -> Result<Vec<Part>, ()> {
+    let mut parts = Vec::new();
+    let mut rest = text.chars();
+    while let Some(c) = rest.next() {
+        parts.push(match c {
+            '*' => Part::Any,
+            '?' => Part::One,
+            '\\' => Part::Char(rest.next().ok_or(())?),
+            '[' => class(&mut rest)?,
+            c => Part::Char(c),
+        });
+    }
+    Ok(parts)
+}
+
+/// Parses a character class after its opening bracket.
+fn class(rest: &mut std::str::Chars<'_>) -> Result<Part, ()> {
+    let not = rest.as_str().starts_with('^');
+    if not {
+        rest.next();
+    }
+    let mut ranges = Vec::new();
+    loop {
+        if rest.as_str().starts_with(']') && !ranges.is_empty() {
+            rest.next();
+            return Ok(Part::In { ranges, not });
         }
-        Ok(Self(text.to_owned()))
+        let low = end_of_range(rest)?;
+        let high = if rest.as_str().starts_with('-') {
+            rest.next();
+            end_of_range(rest)?
+        } else {
+            low
+        };
+        ranges.push((low, high));
+    }
+}
+
+fn end_of_range(rest: &mut std::str::Chars<'_>) -> Result<char, ()> {
+    match rest.next() {
+        None | Some('-' | ']') => Err(()),
+        Some('\\') => rest.next().ok_or(()),
+        Some(c) => Ok(c),
     }
 }
 
@@ -84,21 +155,27 @@ mod tests {
             ("a*b*c*d*e*/f", "axbxcxdxexxx/fff", false),
             ("a*b?c*x", "abxbbxdbxebxczzx", true),
             ("a*b?c*x", "abxbbxdbxebxczzy", false),
+            ("ab[c]", "abc", true),
+            ("ab[b-d]", "abc", true),
+            ("ab[e-g]", "abc", false),
+            ("ab[^c]", "abc", false),
+            ("ab[^e-g]", "abc", true),
+            ("a\\*b", "a*b", true),
+            ("a\\*b", "ab", false),
             ("a?b", "aäb", true),
+            ("a[^a]b", "aäb", true),
             ("a?b", "a/b", false),
             ("a*b", "a/b", false),
-            ("a/", "a", false),
-            ("a", "a/", false),
-            ("*/*", "a/b", true),
-            ("**", "", true),
-            ("a]-^", "a]-^", true),
+            ("[\\]a]", "]", true),
+            ("[\\-]", "-", true),
+            ("[x\\-]", "z", false),
             ("", "", true),
             ("", "a", false),
             ("*x", "xxx", true),
         ] {
             assert_eq!(Pattern::from_str(pattern).unwrap().fits(name), fits, "{pattern} {name}");
         }
-        for bad in ["[", "a[b]", "\\*"] {
+        for bad in ["[", "[^", "[^bc", "a[", "[]a]", "[-]", "[x-]", "[-x]", "\\", "[a-b-c]"] {
             assert!(Pattern::from_str(bad).is_err(), "{bad}");
         }
     }
