@@ -394,7 +394,7 @@ fn annotations(config: &mut PodSandboxConfig) {
         ("exact.example", "4"),
         ("exact.example.not", "5"),
         ("class-a.example", "6"),
-        ("class-zz.example", "7"),
+        ("class-z.example", "7"),
         ("io.kubernetes.cri.sandbox-name", "a name that is not the pod's"),
     ] {
         config.annotations.insert(name.to_owned(), value.to_owned());
@@ -416,7 +416,7 @@ fn settings() -> Vec<Case> {
 /// `base_runtime_spec`.
 pub(crate) const CONTAINERD: (&str, &str) = (
     "enable_unprivileged_ports = false\nenable_unprivileged_icmp = false\n",
-    "pod_annotations = [\"kit.example/*\", \"exact.example\", \"class-?.*\", \
+    "pod_annotations = [\"kit.example/*\", \"exact.example\", \"class-[a-c].*\", \
      \"io.kubernetes.cri.*\"]\n",
 );
 
@@ -428,5 +428,5 @@ pub(crate) const BASE_LIMIT: u32 = 777;
 pub(crate) const SANDBOXER: &str = r#"
 enable_unprivileged_ports = false
 enable_unprivileged_icmp = false
-pod_annotations = ["kit.example/*", "exact.example", "class-?.*", "io.kubernetes.cri.*"]
+pod_annotations = ["kit.example/*", "exact.example", "class-[a-c].*", "io.kubernetes.cri.*"]
 "#;
