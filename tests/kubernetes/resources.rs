@@ -187,8 +187,9 @@ fn crash_loop(side: &Side) -> Result<Facts> {
     facts.add("reason", at(&pod, &format!("{last}.reason")));
     let same = at(&first, "status.podIP") == at(&pod, "status.podIP");
     facts.expect("keeps its sandbox", same, "true")?;
-    side.delete(&["pod/crashes"])?;
+    // Before the deletion, which kills the container if it runs at that moment.
     facts.add("events", side.events("crashes")?);
+    side.delete(&["pod/crashes"])?;
     Ok(facts)
 }
 
