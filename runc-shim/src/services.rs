@@ -30,6 +30,8 @@ pub struct Services {
     pub children: Children,
     /// The copier threads.
     pub copiers: Copiers,
+    /// Count of the processes whose kill for want of memory was announced.
+    pub oom_kills: u64,
     /// containerd's namespace.
     pub namespace: String,
     /// Calls that have waited for a command and can be executed now.
@@ -53,6 +55,7 @@ impl Services {
             children: Children::default(),
             copiers: Copiers::new(&reactor).context("watch copier threads")?,
             reactor,
+            oom_kills: 0,
             namespace,
             released: Vec::new(),
         })

@@ -163,6 +163,20 @@ impl Cgroup {
         Ok(any)
     }
 
+    /// The metrics of a cgroup that was removed: nothing, as containerd's shim answers.
+    pub fn no_stats(&self) -> Any {
+        let kind = match self {
+            Self::V1(_) => cgroup_metrics::V1,
+            Self::V2(_) => cgroup_metrics::V2,
+        };
+        Any { type_url: kind.to_owned(), ..Default::default() }
+    }
+
+    /// Whether it was not removed.
+    pub fn exists(&self) -> bool {
+        self.controller("memory").is_some_and(Path::exists)
+    }
+
     /// The pids of all processes in the cgroup and in cgroups below it; none if it does not exist.
     ///
     /// # Errors

@@ -42,7 +42,7 @@ impl Container {
     /// before the deletion itself: containerd then closes the connection.
     pub(super) fn forget(&mut self, services: &mut Services) {
         self.forget_creation();
-        self.unwatch_oom_kills(services);
+        self.unwatch_oom_kills(services, false);
         let id = self.key.id.clone();
         services.children.forget(&id);
         self.forget_steps(services);

@@ -6,7 +6,7 @@ use super::Container;
 use super::step::{Pending, Step};
 use crate::cgroup::oom_watch::OomWatch;
 use crate::exec;
-use crate::exits::Exit;
+use crate::exits::{Exit, KILLED};
 use crate::log;
 use crate::process_key::ProcessKey;
 use crate::reactor::Source;
@@ -18,7 +18,7 @@ impl Container {
     /// Handles the exit of a process.
     pub fn process_exited(&mut self, services: &mut Services, key: &ProcessKey, exit: Exit) {
         if *key == self.key {
-            self.unwatch_oom_kills(services);
+            self.unwatch_oom_kills(services, exit.status == KILLED);
             self.state.note_exit(exit);
             self.thaw();
             self.kill_remaining(services);
@@ -74,7 +74,7 @@ impl Container {
     pub(super) fn watch_oom_kills(&mut self, services: &Services, pid: i32) {
         let Some(cgroup) = &self.cgroup else { return };
         let source = Source::Child(response::unsigned(pid));
-        match OomWatch::new(cgroup, &services.reactor, source) {
+        match OomWatch::new(cgroup, services.oom_kills, &services.reactor, source) {
             Ok(watch) => self.oom_watch = watch,
             Err(e) => {
                 let id = &self.key.id;
@@ -90,16 +90,24 @@ impl Container {
 
     /// Handles a notification of the kernel: sends TaskOOM if a process was killed.
     pub fn oom_event(&mut self, services: &mut Services) {
-        if self.oom_watch.as_mut().is_some_and(OomWatch::has_killed) {
-            let mut event = task_events::TaskOOM::new();
-            event.container_id.clone_from(&self.key.id);
-            services.send_about(events::OOM, &event, About::OomOf(self.key.id.clone()));
+        let watch = self.oom_watch.as_mut();
+        if watch.is_some_and(|watch| watch.has_killed(&mut services.oom_kills)) {
+            self.announce_oom_kill(services);
         }
     }
 
     /// Ends the watch, after a last check, so that a kill is announced before the exit.
-    pub(super) fn unwatch_oom_kills(&mut self, services: &mut Services) {
-        self.oom_event(services);
-        self.oom_watch = None;
+    pub(super) fn unwatch_oom_kills(&mut self, services: &mut Services, was_killed: bool) {
+        let Some(mut watch) = self.oom_watch.take() else { return };
+        let announced = &mut services.oom_kills;
+        if watch.has_killed(announced) || was_killed && watch.has_lost_kill(announced) {
+            self.announce_oom_kill(services);
+        }
+    }
+
+    fn announce_oom_kill(&self, services: &mut Services) {
+        let mut event = task_events::TaskOOM::new();
+        event.container_id.clone_from(&self.key.id);
+        services.send_about(events::OOM, &event, About::OomOf(self.key.id.clone()));
     }
 }

@@ -157,7 +157,11 @@ impl Container {
     /// Answers Stats.
     pub(super) fn stats(&self) -> Answer {
         let missing = || Error::not_found("cgroup does not exist");
-        response::metrics(self.cgroup.as_ref().ok_or_else(missing)?.stats()?)
+        let cgroup = self.cgroup.as_ref().ok_or_else(missing)?;
+        // containerd looks for OOM kills of a container that has exited, whose cgroup systemd has
+        // removed.
+        let is_gone = self.state.has_exited() && !cgroup.exists();
+        response::metrics(if is_gone { cgroup.no_stats() } else { cgroup.stats()? })
     }
 
     fn status(&self) -> Status {
