@@ -22,6 +22,15 @@ pub(crate) const DIFFERENCES: &[Known] = &[
         always: true,
     },
     Known {
+        case: "oom",
+        fact: "*: reason",
+        builtin: "Error",
+        ours: "OOMKilled",
+        why: "systemd may remove the cgroup before containerd's shim has read its count of kills; \
+              the own shim then reads that of the pod",
+        always: false,
+    },
+    Known {
         case: "metrics",
         fact: "cadvisor: container_cpu_usage_seconds_total of sandbox",
         builtin: "1",
