@@ -177,7 +177,7 @@ impl Container {
             return Ok(Some(request));
         }
         let now = Instant::now();
-        // Nobody waits for these any more.
+        // The callers of these have given up.
         self.queue.retain(|(reply, _)| !reply.is_late(now));
         if self.queue.len() >= MAX_QUEUED {
             let reason = format!("{MAX_QUEUED} calls wait for a command of the runtime");

@@ -145,9 +145,9 @@ impl PodShim {
         Ok(ShimLeftovers { lost, forgotten, unknown })
     }
 
-    /// The containers with a bundle whose creation has begun. The others are nobody's loss: the own
-    /// shim writes the options into the bundle first, and containerd, which makes the bundle before
-    /// it calls the shim, removes it when the call fails, or calls the next shim.
+    /// The containers with a bundle whose creation has begun. The others are not lost: the own shim
+    /// writes the options into the bundle first, and containerd, which makes the bundle before it
+    /// calls the shim, removes it when the call fails, or calls the next shim.
     fn find_begun(&self) -> Result<Vec<Container>, StepError> {
         let mut all = containers::of_sandbox(&self.settings().tasks(), self.id())?;
         if self.own_shim().is_some() {
