@@ -121,6 +121,7 @@ fn serve_comes_up_answers_and_ends() {
     }
     let checked = check();
     assert!(stdout(&checked).contains("ok    daemon: answers on "), "{}", stdout(&checked));
+    assert!(stdout(&checked).contains("; kube-reserved needs 10Mi "), "{}", stdout(&checked));
     daemon.signal(Signal::SIGTERM);
     daemon.noticed("STOPPING=1");
     assert_eq!(daemon.ended().code(), Some(0));
