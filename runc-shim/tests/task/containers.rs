@@ -283,6 +283,31 @@ fn a_kill_for_want_of_memory_is_announced_before_the_exit() {
     pod.shut_down();
 }
 
+/// As systemd does, which removes the scope of a container with its last process.
+#[test]
+fn a_kill_for_want_of_memory_is_announced_though_the_cgroup_is_gone() {
+    if exists("/sys/fs/cgroup/memory") {
+        kit::skip("cgroup version 1 has no count of the kills in a pod");
+        return;
+    }
+    let mut pod = Pod::new();
+    let with = Container { memory: Some(32 << 20), pod_cgroup: true, ..Default::default() };
+    let pid = pod.run("a", "exec sleep 1000", &with);
+    let line = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+    let path = format!("/sys/fs/cgroup{}", line.trim().strip_prefix("0::").unwrap());
+    let cgroup = std::path::Path::new(&path);
+    pod::signal(&pod.shim, libc::SIGSTOP);
+    std::fs::write(cgroup.join("memory.max"), "0").unwrap();
+    eventually("its last process ends", || std::fs::remove_dir(cgroup).ok());
+    pod::signal(&pod.shim, libc::SIGCONT);
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+    pod.delete("a", "").unwrap();
+    let events = pod.events_of(&["a"], 5);
+    assert_eq!(events[..4], ["create a", "start a", "oom a", "exit a 137"]);
+    pod.shut_down();
+    std::fs::remove_dir(cgroup.parent().unwrap()).unwrap();
+}
+
 #[test]
 fn the_runtime_has_the_environment_without_what_is_the_shim_s_own() {
     let mut pod = Pod::new();

@@ -18,6 +18,8 @@ pub struct Container {
     pub memory: Option<i64>,
     /// The node's PID namespace.
     pub host_pids: bool,
+    /// A cgroup in one of the pod, as kubelet names it.
+    pub pod_cgroup: bool,
     /// A user namespace, in which root is this user of the node; `/tmp` is a directory of the pod
     /// whose users are mapped too.
     pub root_is: Option<u32>,
@@ -92,6 +94,7 @@ impl Pod {
             true => self.path("root"),
             false => "rootfs".to_owned(),
         };
+        let parent = if with.pod_cgroup { format!("/pod{}", self.id("")) } else { String::new() };
         json!({
             "ociVersion": "1.0.2",
             "process": process(script, with.terminal),
@@ -102,7 +105,7 @@ impl Pod {
                 "namespaces": namespaces,
                 "uidMappings": mappings,
                 "gidMappings": mappings,
-                "cgroupsPath": format!("/runc-shim/{}", self.id(id)),
+                "cgroupsPath": format!("/runc-shim{parent}/{}", self.id(id)),
                 "resources": {"memory": {"limit": with.memory, "swap": with.memory}},
             },
         })
