@@ -66,7 +66,9 @@ pub enum Error {
         id: String,
     },
     /// The sandbox's record is quarantined.
-    #[error("sandbox {id}: its record is quarantined: {reason}; see `pause-sandboxer list`")]
+    #[error(
+        "sandbox {id}: its record is quarantined: {reason}; see `pause-sandboxer list -o json`"
+    )]
     Quarantined {
         /// The sandbox id.
         id: String,
