@@ -1,6 +1,6 @@
-//! The node tools of pause-sandboxer: `check`, `enable`, `disable`, `selftest` and `image`. They
-//! read and change what is on the node: containerd and its config, kubelet's handlers, systemd's
-//! units, the running daemon. They have no code of the daemon.
+//! The node tools of pause-sandboxer: `check`, `enable`, `disable` and `selftest`. They read and
+//! change what is on the node: containerd and its config, kubelet's handlers, systemd's units, the
+//! running daemon. They have no code of the daemon.
 
 pub mod check;
 pub mod client;
