@@ -1,5 +1,5 @@
-//! The line of a sandbox in the answer to `pause-sandboxer list`. Callers choose what it is made of:
-//! each text in it has a bound, so that a page of lines fits an answer.
+//! The line of a sandbox in the answer to `pause-sandboxer list`, and the memory of its shim.
+//! Callers choose the texts of a line: each has a bound, so that a page of lines fits an answer.
 
 use protobuf::MessageField;
 
@@ -55,8 +55,7 @@ pub(super) fn shim_memory(jobs: &Jobs) -> Option<u64> {
     jobs.shim.private_memory().inspect_err(failed).ok().flatten()
 }
 
-/// Process id of the pause process; 0 where none lives, for who asks may take it for a process of
-/// this pod's.
+/// Process id of the pause process; 0 if it does not run: its pid may have been reused.
 fn living(published: Published) -> u32 {
     if matches!(published.phase, Phase::Ready | Phase::Unknown) && published.exit.is_none() {
         published.pid

@@ -136,7 +136,7 @@ impl Bundle {
         fs::read_to_string(self.dir.join(DEATH)).ok()
     }
 
-    /// The ids of the containers that an own shim has died creating.
+    /// The ids of the containers that an own shim was creating when it died.
     ///
     /// # Errors
     /// The directory cannot be read; there is none: no containers.
@@ -149,7 +149,7 @@ impl Bundle {
         Ok(names.filter_map(|name| name.strip_suffix(CREATING).map(str::to_owned)).collect())
     }
 
-    /// Nothing is left of a container that the shim has died creating, if it was one.
+    /// Removes the note of a creation, if there is one: nothing is left of the container.
     ///
     /// # Errors
     /// The failed step.
@@ -165,8 +165,8 @@ impl Bundle {
     /// Makes a bundle in which the shim's `delete` finds what it needs to end container `id`: the
     /// container's own is containerd's, which removes it at any moment. runc's shim looks for
     /// runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`). Our own looks for the
-    /// cgroup in the container's config, which is copied from `containerds` bundle, or else from the
-    /// note of the container's creation, and follows a link to that bundle for commands of the
+    /// cgroup in the container's config, which is copied from `containerds` bundle, or else from
+    /// the note of the container's creation, and follows a link to that bundle for commands of the
     /// runtime and mounts that the dead shim has left.
     ///
     /// The deletion may be what frees space: a file for which there is none is a link to that of

@@ -63,7 +63,7 @@ impl Container {
         self.is_noted = true;
         let path = &self.config.cgroups_path;
         let config = serde_json::json!({ "linux": { "cgroupsPath": path } });
-        // A file system without space for it is to delay no container.
+        // A file system without space for the note must delay no container.
         let _ = fs::write(self.note(), config.to_string());
     }
 

@@ -84,7 +84,7 @@ pub struct Container {
     may_have_left_cgroup: bool,
     /// The TaskCreate event; sent when the creation has succeeded.
     create_event: Option<Box<containerd_shim_protos::events::task::TaskCreate>>,
-    /// The daemon finds a note that the container is being created.
+    /// There is a note for the daemon that the container is being created.
     is_noted: bool,
     /// The container is deleted.
     is_gone: bool,

@@ -179,8 +179,8 @@ impl PodShim {
         containers::forgotten(&self.runtime_states()?, &self.settings().tasks(), self.id())
     }
 
-    /// Containers that the shim has died creating: they may have no bundle any more, and no state of
-    /// the runtime's yet.
+    /// Containers that the shim was creating when it died: they may have no bundle any more, and no
+    /// state of the runtime's yet.
     fn find_creating(&self) -> Result<Vec<Container>, StepError> {
         let tasks = self.settings().tasks();
         let ids = self.bundle().creating()?.into_iter();
