@@ -15,8 +15,8 @@
 # RELEASE is the name of the objects, and of the ConfigMap with the Job's template. NAMESPACE is
 # theirs. NODES selects nodes by label. Nodes that can run pods of the RuntimeClass CLASS get the
 # label LABEL. PARALLEL nodes are changed at once. With RETRY=true nodes that have failed are tried
-# again. With REFUSE=true a removal does not begin while there are pods, and waits no longer than for
-# what kubelet has not removed yet of the last ones. EVERY is the interval of the requests in
+# again. With REFUSE=true a removal does not begin while there are pods, and waits no longer than
+# for what kubelet has not removed yet of the last ones. EVERY is the interval of the requests in
 # seconds.
 set -eu
 

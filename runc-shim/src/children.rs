@@ -91,8 +91,8 @@ impl Children {
         self.known.values().any(|child| matches!(child, Child::Command(_)))
     }
 
-    /// Sends SIGTERM to a logging program that runs. It should exit when its input ends; this is for
-    /// one that does not.
+    /// Sends SIGTERM to a logging program that runs. It should exit when its input ends; this is
+    /// for one that does not.
     pub fn end_logger(&self, pid: i32) {
         if matches!(self.known.get(&pid), Some(Child::Logger(_))) {
             let _ = sys::kill(pid, libc::SIGTERM);

@@ -76,8 +76,8 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     std::io::stdout().write_all(&response.write_to_bytes()?).context("write answer")
 }
 
-/// Undoes the mounts of a bundle. A helper does it first: the last unmount of a file system may wait
-/// for its disk.
+/// Undoes the mounts of a bundle. A helper does it first: the last unmount of a file system may
+/// wait for its disk.
 fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
     let Arguments { namespace, id, .. } = arguments;
     // No process may be available for a helper.

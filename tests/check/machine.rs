@@ -71,8 +71,8 @@ fn with_systemd(bench: &mut Bench, properties: &str) -> Result<()> {
     fs::write(&cgroup, "0::/system.slice/k3s.service\n")?;
     let pid = bench.node.containerd_pid()?;
     bench.path.insert(0, top.clone());
-    // The kit's CRI has no slices; /run is replaced only where systemd is looked for. The node stays,
-    // which may be below /run.
+    // The kit's CRI has no slices; /run is replaced only where systemd is looked for. The node
+    // stays, which may be below /run.
     let script = format!(
         "mount --bind {cgroup} /proc/{pid}/cgroup; mount --rbind {top} /mnt; mount -t tmpfs run \
          /run; mkdir -p /run/systemd/system /run/dbus {top}; : >/run/dbus/system_bus_socket; \

@@ -9,8 +9,8 @@ use kit::Node;
 use kit::machine::processes::{self, Proc};
 use serde_json::json;
 
-/// Runs a pod of the handler `name` by `crictl` and removes it. Its shim must be this program, if one
-/// is given.
+/// Runs a pod of the handler `name` by `crictl` and removes it. Its shim must be this program, if
+/// one is given.
 pub(crate) fn session(program: &Path, node: &Node, name: &str, shim: Option<&Path>) -> Result<()> {
     let crictl = |arguments: &[&str]| crictl(program, node, arguments);
     let file = node.layout().top.join("pod.json");

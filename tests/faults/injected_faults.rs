@@ -137,8 +137,8 @@ async fn a_start_that_fails() -> Result<()> {
     standalone.nothing_left().await
 }
 
-/// EBUSY of unmount and of the cgroup's removal: reported to callers and in the metrics, and retried
-/// by the back-off without any caller.
+/// EBUSY of unmount and of the cgroup's removal: reported to callers and in the metrics, and
+/// retried by the back-off without any caller.
 ///
 /// Promise: cleanup_is_retried.
 async fn a_cleanup_that_fails() -> Result<()> {

@@ -71,8 +71,8 @@ impl Standalone {
         Ok(standalone)
     }
 
-    /// Waits until the sum of a series is in the range. The daemon retries what failed after at most
-    /// seconds at first.
+    /// Waits until the sum of a series is in the range. The daemon retries what failed after at
+    /// most seconds at first.
     pub(crate) async fn metric_is(&self, series: &str, range: RangeInclusive<f64>) -> Result<()> {
         until(&format!("{series} is in {range:?}"), Duration::from_secs(60), async || {
             let value = kit::metrics::value(&self.metrics(), series).await?;

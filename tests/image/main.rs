@@ -1,5 +1,5 @@
-//! The pause as an OCI image under a real containerd: it is imported, pinned, and run by the built-in
-//! controller. Which containerd needs such an image for pods of this sandboxer.
+//! The pause as an OCI image under a real containerd: it is imported, pinned, and run by the
+//! built-in controller. Which containerd needs such an image for pods of this sandboxer.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

@@ -1,5 +1,5 @@
-//! What `pause-sandboxer check` prints where containerd does not run: `tests/check` has nodes on which
-//! it does.
+//! What `pause-sandboxer check` prints where containerd does not run: `tests/check` has nodes on
+//! which it does.
 
 use std::process::Command;
 

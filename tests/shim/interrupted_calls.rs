@@ -171,8 +171,8 @@ done
 mkdir -p "$root/$1" && exec sleep 1000
 "#;
 
-/// The runtime dies with the shim. Neither a state of its own nor, once containerd has removed it, a
-/// bundle names the container then, and the pod lost nothing that ran. Either daemon may be the
+/// The runtime dies with the shim. Neither a state of its own nor, once containerd has removed it,
+/// a bundle names the container then, and the pod lost nothing that ran. Either daemon may be the
 /// first to notice: the other one is stopped.
 ///
 /// Promise: killed_shim_leaves_nothing.

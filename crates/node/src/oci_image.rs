@@ -1,8 +1,8 @@
 //! The pause program as an OCI image, for containerd's built-in controller and for nodes without a
 //! registry.
 //!
-//! It has one layer that holds one file, and is the same, byte for byte, on every machine and at any
-//! time: a tool that compares digests sees an image that it has.
+//! It has one layer that holds one file, and is the same, byte for byte, on every machine and at
+//! any time: a tool that compares digests sees an image that it has.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, with the times of its steps.
+//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, and the times of its steps.
 //!
 //! The images are made in memory and imported, so that no registry is needed. Names have a random
 //! part, so that pods of the node are not affected. The test removes its own resources, also after

@@ -106,9 +106,9 @@ impl MemoryEvents {
         more > 0
     }
 
-    /// Whether the cgroup is gone, and there was a kill in the pod that no container's own count has
-    /// shown: systemd removes the scope of a container with its last process, at times before the
-    /// shim has read the count.
+    /// Whether the cgroup is gone, and there was a kill in the pod that no container's own count
+    /// has shown: systemd removes the scope of a container with its last process, at times before
+    /// the shim has read the count.
     fn has_lost_kill(&self, announced: &mut u64) -> bool {
         let Some((pod, before)) = self.pod.as_ref().filter(|_| kills(&self.own).is_none()) else {
             return false;

@@ -125,8 +125,8 @@ impl Container {
         Ok(begun)
     }
 
-    /// Prepares the streams of the process, and waits until the logging program is ready, if there is
-    /// one. The runtime does nothing for a container to restore before its start.
+    /// Prepares the streams of the process, and waits until the logging program is ready, if there
+    /// is one. The runtime does nothing for a container to restore before its start.
     fn prepare(&mut self, services: &mut Services, caller: &Caller) -> Answer {
         if caller.key == self.key {
             check_deadline(caller.reply)?;

@@ -240,8 +240,8 @@ impl Container {
     }
 
     /// Cancels the creation for a Delete, which is queued: containerd deletes a container whose
-    /// Create it has given up, and would not know of one that is created after that. The time of the
-    /// step is over, and no other begins.
+    /// Create it has given up, and would not know of one that is created after that. The time of
+    /// the step is over, and no other begins.
     pub(super) fn cancel_creation(&mut self) {
         for pending in self.pending.iter_mut().filter(|pending| pending.caller.key == self.key) {
             pending.limit = Some(Instant::now());

@@ -203,8 +203,8 @@ fn make_file(path: &str) -> Result<(), Error> {
     opened.map(drop).context(format_args!("open {path}"))
 }
 
-/// The end of an output at a path: a FIFO, which is also opened for reading, or a file; `None`: there
-/// is no path.
+/// The end of an output at a path: a FIFO, which is also opened for reading, or a file; `None`:
+/// there is no path.
 fn sink(path: &str) -> Result<Option<End>, Error> {
     if path.is_empty() {
         return Ok(None);

@@ -85,8 +85,8 @@ impl<'a> FuseProgram<'a> {
     }
 }
 
-/// A pipe that is open for reading and writing, and does not block: the file system's process, which
-/// may keep it, neither waits in a write nor gets a SIGPIPE when this process has ended.
+/// A pipe that is open for reading and writing, and does not block: the file system's process,
+/// which may keep it, neither waits in a write nor gets a SIGPIPE when this process has ended.
 fn output_pipe() -> std::io::Result<File> {
     let (_reader, writer) = pipe_with(PipeFlags::CLOEXEC)?;
     let path = format!("/proc/self/fd/{}", writer.as_raw_fd());

@@ -212,8 +212,8 @@ fn call_mount(
 }
 
 /// Detaches all mounts of a bundle (`MNT_DETACH`), if there are any. The kernel unmounts each file
-/// system when nothing uses it any more: at once, unless a process of the node does. So neither such
-/// a process nor a file system that does not answer can keep a container from being deleted.
+/// system when nothing uses it any more: at once, unless a process of the node does. So neither
+/// such a process nor a file system that does not answer can keep a container from being deleted.
 pub fn unmount_bundle(bundle: &Path) -> Result<(), Error> {
     for name in [ROOTFS, idmap::IDMAPPED] {
         detach_all(&bundle.join(name))?;

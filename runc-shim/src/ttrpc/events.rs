@@ -35,8 +35,8 @@ const LONGEST_WAIT: Duration = Duration::from_secs(2);
 const MAX_MALFORMED_REFUSALS: u32 = 5;
 const MAX_OTHER_REFUSALS: u32 = 150;
 
-/// How many events may be queued before those of execs are dropped. Only calls cause them, so that a
-/// restart of containerd queues fewer; but calls may be served while containerd cannot be reached
+/// How many events may be queued before those of execs are dropped. Only calls cause them, so that
+/// a restart of containerd queues fewer; but calls may be served while containerd cannot be reached
 /// for events, and a probe is an exec.
 const MAX_QUEUED: usize = 4096;
 
@@ -143,8 +143,8 @@ impl Events {
         Self { address, namespace, queue, connection, wait: FIRST_WAIT, retry_at, has_dropped }
     }
 
-    /// Queues an event, unless it is of an exec and [`MAX_QUEUED`] are queued, or it is a TaskOOM and
-    /// one of the same container is queued behind the first event, which may have been sent. A
+    /// Queues an event, unless it is of an exec and [`MAX_QUEUED`] are queued, or it is a TaskOOM
+    /// and one of the same container is queued behind the first event, which may have been sent. A
     /// container can cause any number of these events.
     pub fn send(
         &mut self,

@@ -184,8 +184,8 @@ impl Numbers {
     }
 }
 
-/// Reads so many bytes, by readers that come, are slow, and go. With `stays` the first one stays: the
-/// shim closes the FIFO after the last output when it has a reader.
+/// Reads so many bytes, by readers that come, are slow, and go. With `stays` the first one stays:
+/// the shim closes the FIFO after the last output when it has a reader.
 fn read_by_many(path: &str, count: usize, numbers: &mut Numbers, stays: bool) -> Vec<u8> {
     let mut all = Vec::with_capacity(count);
     while all.len() < count {

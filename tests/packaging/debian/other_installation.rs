@@ -1,5 +1,5 @@
-//! The package is removed from a node on which the chart's installer or `make install` has put files
-//! of its own: they are what runs.
+//! The package is removed from a node on which the chart's installer or `make install` has put
+//! files of its own: they are what runs.
 
 use std::fs;
 use std::os::unix::fs::symlink;

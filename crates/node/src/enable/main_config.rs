@@ -135,7 +135,8 @@ impl MainConfig {
     }
 
     /// Adds the changes that undo [`MainConfig::import`]: the file as it was, if only that import
-    /// was added since. Otherwise, or if the directory has files beside `removed`, the import stays.
+    /// was added since. Otherwise, or if the directory has files beside `removed`, the import
+    /// stays.
     ///
     /// # Errors
     /// A file or the directory cannot be read.

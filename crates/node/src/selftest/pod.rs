@@ -218,8 +218,8 @@ impl TestPod {
         steps.into_result()
     }
 
-    /// Removes its sandbox where CRI has forgotten it: after a failure between Create and Start, such
-    /// as that of the pull of a pause image, CRI makes no call of the sandboxer.
+    /// Removes its sandbox where CRI has forgotten it: after a failure between Create and Start,
+    /// such as that of the pull of a pause image, CRI makes no call of the sandboxer.
     async fn remove_forgotten(&mut self, config: &Config) -> Result<(), StepError> {
         let listed = async { Client::connect(config).await?.list().await };
         let all = listed.await.map_err(std::io::Error::other);
