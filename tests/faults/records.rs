@@ -48,6 +48,7 @@ async fn a_record_that_could_not_be_read_is_read_again() -> Result<()> {
 }
 
 /// Promise: record_is_never_discarded.
+/// Promise: operators_see_every_sandbox.
 async fn unreadable_and_newer_records_stay() -> Result<()> {
     const ASIDE: &str = "pause_sandboxer_records_kept_aside";
     let standalone = Standalone::with_metrics()?;

@@ -231,6 +231,7 @@ fn connected<S>(mut connect: impl FnMut() -> std::io::Result<S>) -> S {
 }
 
 /// Promise: only_root_calls.
+/// Promise: operators_see_every_sandbox.
 #[test]
 fn metrics_on_a_unix_socket() {
     let scratch = Scratch::new();
