@@ -270,7 +270,7 @@ fn all_processes_end_with_a_container_that_shares_its_pid_namespace() {
 }
 
 #[test]
-fn a_kill_for_want_of_memory_is_announced_before_the_exit() {
+fn an_oom_kill_is_announced_before_the_exit() {
     let mut pod = Pod::new();
     let with = Container { memory: Some(8 << 20), ..Default::default() };
     pod.run("a", "exec tail /dev/zero", &with);
@@ -285,7 +285,7 @@ fn a_kill_for_want_of_memory_is_announced_before_the_exit() {
 
 /// As systemd does, which removes the scope of a container with its last process.
 #[test]
-fn a_kill_for_want_of_memory_is_announced_though_the_cgroup_is_gone() {
+fn an_oom_kill_is_announced_though_the_cgroup_is_gone() {
     if exists("/sys/fs/cgroup/memory") {
         kit::skip("cgroup version 1 has no count of the kills in a pod");
         return;
