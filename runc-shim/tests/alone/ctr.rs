@@ -5,7 +5,7 @@ use std::process::{Command, Output, Stdio};
 use anyhow::{Context as _, Result, ensure};
 use kit::{Node, TEST_IMAGE, until};
 
-use crate::{SOON, program, run, shim, shims};
+use crate::{SOON, no_shims, program, run, shim};
 
 pub(crate) fn ctr(node: &Node, words: &[&str]) -> Result<Output> {
     let mut command = Command::new(node.parts().program("ctr"));
@@ -43,7 +43,7 @@ fn a_container_runs_and_is_killed() {
         let output = run_container(node, "one", &["--rm"], "echo out; echo err >&2; exit 3")?;
         let said = (output.stdout.as_slice(), output.stderr.as_slice());
         ensure!(output.status.code() == Some(3) && said.0 == b"out\n", "{output:?}");
-        ensure!(shims(node)?.is_empty(), "{:?}", shims(node)?);
+        no_shims(node).await?;
 
         let output = run_container(node, "two", &["-d"], "exec sleep 1000")?;
         ensure!(output.status.success(), "{output:?}");
@@ -66,7 +66,7 @@ fn a_container_runs_and_is_killed() {
         .await?;
         succeeds(node, &["tasks", "rm", "two"]).ok();
         succeeds(node, &["containers", "rm", "two"])?;
-        ensure!(shims(node)?.is_empty(), "{:?}", shims(node)?);
+        no_shims(node).await?;
         Ok(())
     });
 }
@@ -90,7 +90,7 @@ fn containers_with_an_annotation_share_a_shim() {
                 ensure!(succeeds(node, &exec)? == "in\n", "an exec");
             }
         }
-        ensure!(shims(node)?.is_empty(), "{:?}", shims(node)?);
+        no_shims(node).await?;
         Ok(())
     });
 }

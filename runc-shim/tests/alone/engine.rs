@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use kit::machine::processes;
 use kit::{Node, until};
 
-use crate::{SOON, kill, shim, shims};
+use crate::{SOON, kill, no_shims, shim};
 
 /// A file of what was fetched.
 pub(crate) fn fetched(file: &str) -> Result<PathBuf> {
@@ -147,12 +147,7 @@ impl Engine {
     /// Removes the last containers, with which their shims end.
     pub(crate) async fn remove_last(&self, node: &Node, names: &[&str]) -> Result<()> {
         names.iter().try_for_each(|name| self.remove(name))?;
-        until("no shim", SOON, async || {
-            let shims = shims(node)?;
-            ensure!(shims.is_empty(), "{shims:?}");
-            Ok(())
-        })
-        .await
+        no_shims(node).await
     }
 }
 

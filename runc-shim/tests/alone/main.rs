@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use kit::machine::processes::{self, Proc};
-use kit::{ContainerSpec, Handler, Node, Options, PodSpec};
+use kit::{ContainerSpec, Handler, Node, Options, PodSpec, until};
 
 /// Time limit for steps that take no time on an idle machine.
 const SOON: Duration = Duration::from_secs(20);
@@ -65,6 +65,16 @@ fn shims(node: &Node) -> Result<Vec<Proc>> {
     let address = format!(" -address {} -socket ", node.layout().containerd_socket().display());
     let all = processes::all()?.into_iter();
     Ok(all.filter(|it| it.state != 'Z' && it.command.contains(&address)).collect())
+}
+
+/// Waits until no shim serves: containerd waits for the answer to a Shutdown, and not for the exit.
+async fn no_shims(node: &Node) -> Result<()> {
+    until("no shim", SOON, async || {
+        let shims = shims(node)?;
+        ensure!(shims.is_empty(), "{shims:?}");
+        Ok(())
+    })
+    .await
 }
 
 /// The only shim, which is the program under test.

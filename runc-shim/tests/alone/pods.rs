@@ -6,7 +6,7 @@ use kit::machine::processes;
 use kit::{Container, ContainerSpec, Handler, Node, Pod, PodSpec, until};
 use std::sync::Arc;
 
-use crate::{SOON, kill, run, shim, shims};
+use crate::{SOON, kill, no_shims, run, shim};
 
 async fn pod(node: &Arc<Node>, name: &str) -> Result<Pod> {
     node.run(Handler::Builtin, PodSpec::new(name).host_network()).await
@@ -137,7 +137,7 @@ fn a_killed_shim_leaves_nothing() {
                 Ok(())
             })
             .await?;
-            ensure!(shims(node)?.is_empty(), "{:?}", shims(node)?);
+            no_shims(node).await?;
             let state = a.status().await?.state.enum_value();
             ensure!(state == Ok(ContainerState::CONTAINER_EXITED), "{state:?}");
             pod.remove().await?;
@@ -165,7 +165,7 @@ fn many_pods_and_containers_start_and_end_at_once() {
         for done in futures::future::join_all(all).await {
             done?;
         }
-        ensure!(shims(node)?.is_empty(), "{:?}", shims(node)?);
+        no_shims(node).await?;
         Ok(())
     });
 }
