@@ -40,32 +40,34 @@ pub(crate) fn run_container(
 #[test]
 fn a_container_runs_and_is_killed() {
     run(async |node| {
-        let output = run_container(node, "one", &["--rm"], "echo out; echo err >&2; exit 3")?;
+        // The state of the runtime's containers is in one directory of the machine.
+        let [one, two] = &["one", "two"].map(|id| format!("{}-{id}", node.layout().name));
+        let output = run_container(node, one, &["--rm"], "echo out; echo err >&2; exit 3")?;
         let said = (output.stdout.as_slice(), output.stderr.as_slice());
         ensure!(output.status.code() == Some(3) && said.0 == b"out\n", "{output:?}");
         no_shims(node).await?;
 
-        let output = run_container(node, "two", &["-d"], "exec sleep 1000")?;
+        let output = run_container(node, two, &["-d"], "exec sleep 1000")?;
         ensure!(output.status.success(), "{output:?}");
         shim(node)?;
-        let exec = ["tasks", "exec", "--exec-id", "e", "two", "sh", "-c", "echo in; exit 4"];
+        let exec = ["tasks", "exec", "--exec-id", "e", two, "sh", "-c", "echo in; exit 4"];
         let output = ctr(node, &exec)?;
         ensure!(output.status.code() == Some(4) && output.stdout == b"in\n", "{output:?}");
         node.kill_containerd()?;
         node.start_containerd().await?;
         let listed = succeeds(node, &["tasks", "ls"])?;
-        ensure!(listed.contains("two") && listed.contains("RUNNING"), "{listed}");
-        succeeds(node, &["tasks", "pause", "two"])?;
-        succeeds(node, &["tasks", "resume", "two"])?;
-        succeeds(node, &["tasks", "kill", "-s", "SIGKILL", "two"])?;
+        ensure!(listed.contains(two) && listed.contains("RUNNING"), "{listed}");
+        succeeds(node, &["tasks", "pause", two])?;
+        succeeds(node, &["tasks", "resume", two])?;
+        succeeds(node, &["tasks", "kill", "-s", "SIGKILL", two])?;
         until("it has ended", SOON, async || {
             let listed = succeeds(node, &["tasks", "ls"])?;
             ensure!(listed.contains("STOPPED"), "{listed}");
             Ok(())
         })
         .await?;
-        succeeds(node, &["tasks", "rm", "two"]).ok();
-        succeeds(node, &["containers", "rm", "two"])?;
+        succeeds(node, &["tasks", "rm", two])?;
+        succeeds(node, &["containers", "rm", two])?;
         no_shims(node).await?;
         Ok(())
     });
@@ -74,19 +76,20 @@ fn a_container_runs_and_is_killed() {
 #[test]
 fn containers_with_an_annotation_share_a_shim() {
     run(async |node| {
+        let ids = &["1", "2", "3"].map(|id| format!("{}-{id}", node.layout().name));
         let group = ["-d", "--annotation", "io.containerd.runc.v2.group=g"];
-        for id in ["g1", "g2", "g3"] {
+        for id in ids {
             let output = run_container(node, id, &group, "exec sleep 1000")?;
             ensure!(output.status.success(), "{output:?}");
         }
         let first = shim(node)?;
-        for id in ["g1", "g2", "g3"] {
+        for id in ids {
             // The bundle in which the shim was started goes first.
             succeeds(node, &["tasks", "rm", "-f", id])?;
             succeeds(node, &["containers", "rm", id])?;
-            if id != "g3" {
+            if *id != ids[2] {
                 ensure!(shim(node)?.pid == first.pid, "another shim");
-                let exec = ["tasks", "exec", "--exec-id", "e", "g3", "echo", "in"];
+                let exec = ["tasks", "exec", "--exec-id", "e", &ids[2], "echo", "in"];
                 ensure!(succeeds(node, &exec)? == "in\n", "an exec");
             }
         }
