@@ -209,8 +209,10 @@ impl Container {
     }
 
     fn logger_done(&mut self, services: &mut Services, pid: i32, ready: Result<(), Error>) {
-        let Some(Pending { step, caller, .. }) = self.take_pending(pid) else { return };
+        let Some(Pending { step, caller, limit, .. }) = self.take_pending(pid) else { return };
         let Step::Launch(step) = step else { return };
+        // It may be ready at the moment at which a Delete cancels the creation.
+        let ready = ready.and_then(|()| check_limit(limit));
         // A logging program that has exited was reaped: its pid may have been reused.
         let is_logger = matches!(services.children.find(pid), Some(Child::Logger(..)));
         if ready.is_err() && is_logger {

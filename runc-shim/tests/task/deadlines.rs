@@ -183,6 +183,41 @@ fn a_delete_cancels_the_creation_of_its_container() {
     pod.shut_down();
 }
 
+/// The shim reads both at once, and the Delete first.
+#[test]
+fn a_delete_cancels_a_creation_whose_logging_program_becomes_ready_then() {
+    let mut pod = Pod::new();
+    let (with, child) = hanging_runtime(&pod, "create", ":");
+    let (path, [began, go, ready]) = (pod.path("logger"), ["b", "g", "r"].map(|it| pod.path(it)));
+    let text = format!(
+        ">{began}; while ! test -e {go}; do sleep 0.01; done; exec 5>&-; >{ready}; cat <&3"
+    );
+    pod::script(&path, &text);
+    let with = Container { stdout: format!("binary://{path}"), ..with };
+    let mut delete = DeleteRequest::new();
+    delete.id = pod.id("a");
+    let mut deleted = socket(&pod);
+    // The shim has accepted the connection.
+    send(&mut deleted, "Delete", &delete, LIMIT);
+    assert_eq!(code(&mut deleted), Code::NOT_FOUND);
+    std::thread::scope(|scope| {
+        let created = scope.spawn(|| pod.try_create_within("a", "exec sleep 1000", &with, LIMIT));
+        eventually("the logging program", || exists(&began).then_some(()));
+        pod::signal(&pod.shim, libc::SIGSTOP);
+        let stat = format!("/proc/{}/stat", pod.shim.id());
+        let is_stopped = || std::fs::read_to_string(&stat).unwrap().contains(") T ");
+        eventually("the shim has stopped", || is_stopped().then_some(()));
+        send(&mut deleted, "Delete", &delete, PROMPT);
+        std::fs::write(&go, "").unwrap();
+        eventually("it is ready", || exists(&ready).then_some(()));
+        pod::signal(&pod.shim, libc::SIGCONT);
+        assert_eq!(code(&mut deleted), Code::NOT_FOUND);
+        created.join().unwrap().unwrap_err();
+    });
+    assert!(!exists(&child), "the runtime was started");
+    pod.shut_down();
+}
+
 /// The process that a file names, once it does.
 fn started(file: &str) -> Pid {
     eventually("the child", || {
