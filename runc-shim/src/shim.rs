@@ -8,7 +8,7 @@ use containerd_shim_protos::api;
 use crate::children::Child;
 use crate::container::{self, Container};
 use crate::error::{Code, Context as _, Error};
-use crate::exits::{self, Exit};
+use crate::exits::{self, Exit, KILLED};
 use crate::log;
 use crate::reactor::Source;
 use crate::sandbox::Sandbox;
@@ -189,11 +189,22 @@ impl Shim {
                 self.with(&key.id, |it, services| it.command_ended(services, pid, exit));
             }
             Some(Child::Process(key)) => {
+                if key.exec.is_empty() && exit.status == KILLED {
+                    self.count_oom_kills();
+                }
                 self.with(&key.id, |it, services| it.process_exited(services, &key, exit));
             }
             Some(Child::Logger(key)) => {
                 self.with(&key.id, |it, services| it.logger_ended(services, &key, pid));
             }
+        }
+    }
+
+    /// Announces the OOM kills that the containers' own cgroups have counted: they are not those of
+    /// a container whose cgroup is gone.
+    fn count_oom_kills(&mut self) {
+        for container in self.containers.values_mut() {
+            container.oom_event(&mut self.services);
         }
     }
 

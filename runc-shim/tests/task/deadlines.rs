@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::crash::traces;
 use crate::ends::slow_runtime;
-use crate::hostile::{answer, late_runtime, raw};
+use crate::hostile::{answer, late_runtime, raw, stop};
 use crate::pod::{self, Container, Pod, eventually, exists};
 
 /// The time limit of a call that hangs, and the time by which other calls must be answered.
@@ -203,10 +203,7 @@ fn a_delete_cancels_a_creation_whose_logging_program_becomes_ready_then() {
     std::thread::scope(|scope| {
         let created = scope.spawn(|| pod.try_create_within("a", "exec sleep 1000", &with, LIMIT));
         eventually("the logging program", || exists(&began).then_some(()));
-        pod::signal(&pod.shim, libc::SIGSTOP);
-        let stat = format!("/proc/{}/stat", pod.shim.id());
-        let is_stopped = || std::fs::read_to_string(&stat).unwrap().contains(") T ");
-        eventually("the shim has stopped", || is_stopped().then_some(()));
+        stop(&pod);
         send(&mut deleted, "Delete", &delete, PROMPT);
         std::fs::write(&go, "").unwrap();
         eventually("it is ready", || exists(&ready).then_some(()));

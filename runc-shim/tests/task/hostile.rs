@@ -408,3 +408,46 @@ fn a_full_disk_refuses_a_container_and_loses_no_output() {
     drop(full);
     pod.shut_down();
 }
+
+/// Stops the shim, and waits until it has.
+pub fn stop(pod: &Pod) {
+    pod::signal(&pod.shim, libc::SIGSTOP);
+    let stat = format!("/proc/{}/stat", pod.shim.id());
+    let is_stopped = || std::fs::read_to_string(&stat).unwrap().contains(") T ");
+    eventually("the shim has stopped", || is_stopped().then_some(()));
+}
+
+/// A container of the pod is killed, and another one then for want of memory.
+#[test]
+fn an_oom_kill_is_not_taken_for_that_of_a_container_whose_cgroup_is_gone() {
+    if exists("/sys/fs/cgroup/memory") {
+        kit::skip("cgroup version 1 has no count of the kills in a pod");
+        return;
+    }
+    let mut pod = Pod::new();
+    let with = Container { memory: Some(32 << 20), pod_cgroup: true, ..Default::default() };
+    let [(pid, a), (_, b)] = ["a", "b"].map(|id| {
+        let pid = pod.run(id, "exec sleep 1000", &with);
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+        let path = format!("/sys/fs/cgroup{}", line.trim().strip_prefix("0::").unwrap());
+        (pid, std::path::PathBuf::from(path))
+    });
+    stop(&pod);
+    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    eventually("its last process ends", || std::fs::remove_dir(&a).ok());
+    std::fs::write(b.join("memory.max"), "0").unwrap();
+    let events = || std::fs::read_to_string(b.join("memory.events")).unwrap();
+    eventually("the other one is killed", || events().contains("oom_kill 1").then_some(()));
+    pod::signal(&pod.shim, libc::SIGCONT);
+    for id in ["a", "b"] {
+        assert_eq!(pod.wait(id, "").unwrap(), 137);
+        pod.delete(id, "").unwrap();
+    }
+    let events = pod.events_of(&["b"], 5);
+    assert_eq!(events[..4], ["create b", "start b", "oom b", "exit b 137"]);
+    let events = pod.events_of(&["a"], 4);
+    assert_eq!(events, ["create a", "start a", "exit a 137", "delete a"]);
+    pod.shut_down();
+    std::fs::remove_dir(a.parent().unwrap()).unwrap();
+}
