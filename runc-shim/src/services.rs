@@ -30,7 +30,7 @@ pub struct Services {
     pub children: Children,
     /// The copier threads.
     pub copiers: Copiers,
-    /// Count of the OOM kills that were announced.
+    /// Count of the OOM kills that were announced, or were in a container that has ended.
     pub oom_kills: u64,
     /// containerd's namespace.
     pub namespace: String,

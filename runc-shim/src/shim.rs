@@ -8,7 +8,7 @@ use containerd_shim_protos::api;
 use crate::children::Child;
 use crate::container::{self, Container};
 use crate::error::{Code, Context as _, Error};
-use crate::exits::{self, Exit, KILLED};
+use crate::exits::{self, Exit};
 use crate::log;
 use crate::reactor::Source;
 use crate::sandbox::Sandbox;
@@ -189,7 +189,7 @@ impl Shim {
                 self.with(&key.id, |it, services| it.command_ended(services, pid, exit));
             }
             Some(Child::Process(key)) => {
-                if key.exec.is_empty() && exit.status == KILLED {
+                if key.exec.is_empty() {
                     self.count_oom_kills();
                 }
                 self.with(&key.id, |it, services| it.process_exited(services, &key, exit));

@@ -76,7 +76,7 @@ impl OomWatch {
     }
 
     /// Whether a process was killed whose count went with the cgroup, when the first process of the
-    /// container was killed.
+    /// container has exited. Adds the kills to those that are `announced`.
     pub fn has_lost_kill(&self, announced: &mut u64) -> bool {
         match self {
             Self::EventFd(..) => false,

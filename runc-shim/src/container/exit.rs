@@ -100,7 +100,10 @@ impl Container {
     pub(super) fn unwatch_oom_kills(&mut self, services: &mut Services, was_killed: bool) {
         let Some(mut watch) = self.oom_watch.take() else { return };
         let announced = &mut services.oom_kills;
-        if watch.has_killed(announced) || was_killed && watch.has_lost_kill(announced) {
+        let was_counted = watch.has_killed(announced);
+        // Also of a container that was not killed itself: the kill is not that of a later one.
+        let was_lost = watch.has_lost_kill(announced);
+        if was_counted || was_killed && was_lost {
             self.announce_oom_kill(services);
         }
     }

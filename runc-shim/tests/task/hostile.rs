@@ -2,12 +2,14 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message as _;
 use containerd_shim_protos::ttrpc::Code;
 use containerd_shim_protos::ttrpc::proto::{Request, Response};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::pod::{self, Container, Pod, code, context, eventually, exists, script};
 
@@ -417,25 +419,37 @@ pub fn stop(pod: &Pod) {
     eventually("the shim has stopped", || is_stopped().then_some(()));
 }
 
+/// Two containers in the cgroup of a pod, where the kills in it are counted: pids and cgroups.
+fn two_containers(pod: &Pod, script: &str) -> Option<[(Pid, PathBuf); 2]> {
+    if exists("/sys/fs/cgroup/memory") {
+        kit::skip("cgroup version 1 has no count of the kills in a pod");
+        return None;
+    }
+    let with = Container { memory: Some(32 << 20), pod_cgroup: true, ..Default::default() };
+    Some(["a", "b"].map(|id| {
+        let pid = pod.run(id, script, &with);
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+        let path = format!("/sys/fs/cgroup{}", line.trim().strip_prefix("0::").unwrap());
+        (Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), path.into())
+    }))
+}
+
+/// The container has ended, and systemd has removed its scope, when the shim looks.
+fn ends_unseen((pid, cgroup): &(Pid, PathBuf), signal: Signal) {
+    eventually("its last process ends", || {
+        // Not reaped yet. A process that handles the signal may not do so at first.
+        kill_process(*pid, signal).unwrap();
+        std::fs::remove_dir(cgroup).ok()
+    });
+}
+
 /// A container of the pod is killed, and another one then for want of memory.
 #[test]
 fn an_oom_kill_is_not_taken_for_that_of_a_container_whose_cgroup_is_gone() {
-    if exists("/sys/fs/cgroup/memory") {
-        kit::skip("cgroup version 1 has no count of the kills in a pod");
-        return;
-    }
     let mut pod = Pod::new();
-    let with = Container { memory: Some(32 << 20), pod_cgroup: true, ..Default::default() };
-    let [(pid, a), (_, b)] = ["a", "b"].map(|id| {
-        let pid = pod.run(id, "exec sleep 1000", &with);
-        let line = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
-        let path = format!("/sys/fs/cgroup{}", line.trim().strip_prefix("0::").unwrap());
-        (pid, std::path::PathBuf::from(path))
-    });
+    let Some([a, (_, b)]) = two_containers(&pod, "exec sleep 1000") else { return };
     stop(&pod);
-    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
-    eventually("its last process ends", || std::fs::remove_dir(&a).ok());
+    ends_unseen(&a, Signal::KILL);
     std::fs::write(b.join("memory.max"), "0").unwrap();
     let events = || std::fs::read_to_string(b.join("memory.events")).unwrap();
     eventually("the other one is killed", || events().contains("oom_kill 1").then_some(()));
@@ -449,5 +463,29 @@ fn an_oom_kill_is_not_taken_for_that_of_a_container_whose_cgroup_is_gone() {
     let events = pod.events_of(&["a"], 4);
     assert_eq!(events, ["create a", "start a", "exit a 137", "delete a"]);
     pod.shut_down();
-    std::fs::remove_dir(a.parent().unwrap()).unwrap();
+    std::fs::remove_dir(b.parent().unwrap()).unwrap();
+}
+
+/// Its first process ends by itself, and another container is killed later.
+#[test]
+fn an_oom_kill_in_a_container_that_has_ended_is_not_that_of_a_later_one() {
+    let mut pod = Pod::new();
+    let script = "trap 'trap \"\" USR1; dd if=/dev/zero of=/dev/null bs=64M; exit 3' USR1; \
+                  while :; do sleep 0.1; done";
+    let Some([a, b]) = two_containers(&pod, script) else { return };
+    for (id, container, signal, status) in
+        [("a", &a, Signal::USR1, 3), ("b", &b, Signal::KILL, 137)]
+    {
+        stop(&pod);
+        ends_unseen(container, signal);
+        pod::signal(&pod.shim, libc::SIGCONT);
+        assert_eq!(pod.wait(id, "").unwrap(), status);
+        pod.delete(id, "").unwrap();
+    }
+    let pod_events = b.1.parent().unwrap().join("memory.events");
+    assert!(std::fs::read_to_string(&pod_events).unwrap().contains("oom_kill 1"));
+    let events = pod.events_of(&["b"], 4);
+    assert_eq!(events, ["create b", "start b", "exit b 137", "delete b"]);
+    pod.shut_down();
+    std::fs::remove_dir(b.1.parent().unwrap()).unwrap();
 }
