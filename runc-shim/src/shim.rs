@@ -289,15 +289,15 @@ impl Shim {
     }
 
     fn create(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {
+        if self.shutdown_deadline.is_some() {
+            return Err(Error::new(Code::UNAVAILABLE, "the shim is shutting down"));
+        }
+        self.remove_failed();
         if let Some(there) = self.containers.get(&request.id) {
             let what = if there.has_failed() { "is being removed" } else { "exists" };
             let message = format!("container {} {what}", request.id);
             return Err(Error::new(Code::ALREADY_EXISTS, message));
         }
-        if self.shutdown_deadline.is_some() {
-            return Err(Error::new(Code::UNAVAILABLE, "the shim is shutting down"));
-        }
-        self.remove_failed();
         let id = request.id.clone();
         let mut container = Container::new(&request, &self.services.namespace)?;
         // Where there is a daemon.

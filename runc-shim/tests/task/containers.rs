@@ -145,11 +145,14 @@ fn what_a_failed_creation_has_left_is_removed_by_the_next_one() {
     assert!(exists(&process) && exists(&state));
     let path = &with.options.binary_name;
     std::fs::rename(format!("{path}.gone"), path).unwrap();
-    pod.run("c", "exit 3", &Container::default());
+    // Also of one with the same id, which is refused meanwhile.
+    let refused = pod.try_create("a", "true", &Container::default()).unwrap_err();
+    assert_eq!(code(&refused), Code::ALREADY_EXISTS);
     eventually("its end", || (!exists(&process) && !exists(&state)).then_some(()));
     eventually("its removal", || pod.delete("a", "").err().filter(|e| code(e) == Code::NOT_FOUND));
-    assert_eq!(pod.wait("c", "").unwrap(), 3);
-    for id in ["b", "c"] {
+    pod.run("a", "exit 3", &Container::default());
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    for id in ["a", "b"] {
         pod.delete(id, "").unwrap();
     }
     pod.shut_down();
