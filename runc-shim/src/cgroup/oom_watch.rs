@@ -119,11 +119,12 @@ impl MemoryEvents {
     }
 }
 
-/// Whether a cgroup is that of a pod, by the names that kubelet gives: `podUID`, and
+/// Whether a cgroup is that of a pod, by the names that kubelet gives: `kubepods/QOS/podUID`, and
 /// `kubepods-QOS-podUID.slice`. Others contain cgroups of other shims.
 fn is_of_pod(cgroup: &Path) -> bool {
     let name = cgroup.file_name().unwrap_or_default().to_string_lossy();
-    name.starts_with("pod") || name.contains("-pod")
+    let is_kubelets = cgroup.to_string_lossy().contains("kubepods");
+    is_kubelets && (name.starts_with("pod") || name.contains("-pod"))
 }
 
 /// An eventfd to which the kernel writes when the cgroup of version 1 is out of memory.
@@ -203,5 +204,6 @@ mod tests {
         let is = |path: &str| is_of_pod(Path::new(path));
         assert!(is("/kubepods/pod1") && is("/kubepods.slice/kubepods-besteffort-pod1.slice"));
         assert!(!is("/") && !is("/k8s.io") && !is("/system.slice") && !is("/kubepods.slice"));
+        assert!(!is("/pods") && !is("/machine-podman.slice"));
     }
 }

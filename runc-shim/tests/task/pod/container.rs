@@ -94,7 +94,8 @@ impl Pod {
             true => self.path("root"),
             false => "rootfs".to_owned(),
         };
-        let parent = if with.pod_cgroup { format!("/pod{}", self.id("")) } else { String::new() };
+        let parent =
+            if with.pod_cgroup { format!("/kubepods-pod{}", self.id("")) } else { String::new() };
         json!({
             "ociVersion": "1.0.2",
             "process": process(script, with.terminal),
