@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Waker};
 
 use nix::sys::socket::{SockType, UnixAddr, getsockname, getsockopt, sockopt};
-use process_identity::{Stat, is_no_such_process};
+use process_identity::{Stat, is_no_such_process, namespace_error};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use tokio::io::unix::AsyncFd;
 
@@ -156,7 +156,7 @@ pub fn namespaces(
     let mut opened = Vec::new();
     for kind in kinds {
         let path = format!("/proc/{}/ns/{kind}", identity.pid);
-        match File::open(&path) {
+        match File::open(&path).map_err(|e| namespace_error(identity.pid, e)) {
             Ok(file) => opened.push((*kind, file)),
             Err(e) if is_no_such_process(&e) => return Ok(Vec::new()),
             Err(e) => return Err(StepError::at("open namespace", path, e)),

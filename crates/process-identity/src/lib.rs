@@ -75,7 +75,20 @@ impl Stat {
 /// # Errors
 /// NotFound or ESRCH: no such process.
 pub fn pid_namespace(pid: u32) -> io::Result<u64> {
-    Ok(fs::metadata(format!("/proc/{pid}/ns/pid"))?.ino())
+    let metadata = fs::metadata(format!("/proc/{pid}/ns/pid"));
+    metadata.map(|it| it.ino()).map_err(|e| namespace_error(pid, e))
+}
+
+/// The error of an access to `/proc/PID/ns`: the kernel reports EACCES also if the process is
+/// reaped at this moment (`proc_ns_get_link` in Linux `fs/proc/namespaces.c`).
+#[must_use]
+pub fn namespace_error(pid: u32, e: io::Error) -> io::Error {
+    match Stat::of_process(pid) {
+        Err(gone) if e.kind() == io::ErrorKind::PermissionDenied && is_no_such_process(&gone) => {
+            gone
+        }
+        _ => e,
+    }
 }
 
 /// Device and inode of the file at `path`, following links. Uses what the kernel has cached
@@ -128,6 +141,24 @@ mod tests {
     #[test]
     fn a_process_that_does_not_exist_has_its_error() {
         assert!(is_no_such_process(&Stat::of_process(u32::MAX).unwrap_err()));
+    }
+
+    #[test]
+    fn a_process_that_is_reaped_at_this_moment_does_not_exist() {
+        for _ in 0..300 {
+            let mut child = std::process::Command::new("true").spawn().unwrap();
+            let pid = child.id();
+            let looks = std::thread::spawn(move || {
+                loop {
+                    if let Err(e) = pid_namespace(pid) {
+                        return e;
+                    }
+                }
+            });
+            child.wait().unwrap();
+            let e = looks.join().unwrap();
+            assert!(is_no_such_process(&e), "{e}");
+        }
     }
 
     #[test]
