@@ -1,5 +1,6 @@
 //! An unexpected exit of the pause process.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use kit::cri::api;
 use kit::machine::cgroup_driver::CgroupDriver;
 use kit::{ContainerSpec, PodSpec, until};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -79,20 +81,24 @@ async fn reason_of_an_oom_kill(bench: Bench) -> Result<()> {
     std::fs::write(cgroup.join(limit), "64M")?;
     // A kernel without swap may lack the file.
     let _ = std::fs::write(cgroup.join(swap.0), swap.1);
-    // The kernel prefers it to what has allocated all the memory.
+    // No process maps the memory of the file, so that the pause process has the highest score
+    // whenever the limit is reached.
     std::fs::write(format!("/proc/{pause}/oom_score_adj"), "1000")?;
-    // Two, so that neither has more than the score of the pause process.
-    let script =
-        format!("echo $$ >{}/cgroup.procs; tail /dev/zero & exec tail /dev/zero", cgroup.display());
-    let mut eater = std::process::Command::new("sh").args(["-c", &script]).spawn()?;
+    let file = memfd_create(c"memory", MFdFlags::MFD_CLOEXEC)?;
+    let script = format!("echo $$ >{}/cgroup.procs; exec head -c 128M", cgroup.display());
+    let mut writer = std::process::Command::new("sh")
+        .args(["-c", &script])
+        .stdin(File::open("/dev/zero")?)
+        .stdout(file)
+        .spawn()?;
     let text = match CgroupDriver::chosen() {
         CgroupDriver::Cgroupfs => "killed by the kernel: out of memory",
         // systemd has removed the scope with its counter.
         CgroupDriver::Systemd => "killed by ",
     };
     let ended = reason_becomes(&bench, pod.id(), &[text]).await;
-    eater.kill()?;
-    eater.wait()?;
+    writer.kill()?;
+    writer.wait()?;
     ended?;
     pod.remove().await
 }
