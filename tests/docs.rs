@@ -292,24 +292,30 @@ fn anchors(text: &str) -> Vec<String> {
     headings.map(|text| text.chars().filter(kept).collect::<String>().replace(' ', "-")).collect()
 }
 
+/// Returns the links of a page that lead to files here, with the file and the anchor of each.
+fn links(page: &Path) -> Vec<(String, PathBuf, String)> {
+    let text = fs::read_to_string(page).unwrap();
+    let links = text.match_indices("](").map(|(at, _)| text[at + 2..].split(')').next().unwrap());
+    let links = links.filter(|link| !link.starts_with("https://"));
+    let parts = links.map(|link| {
+        let (target, anchor) = link.split_once('#').unwrap_or((link, ""));
+        let target = match target {
+            "" => page.to_owned(),
+            target => page.parent().unwrap().join(target),
+        };
+        (link.to_owned(), target, anchor.to_owned())
+    });
+    parts.collect()
+}
+
 #[test]
 fn links_lead_somewhere() {
     let (mut seen, mut lost) = ([0, 0], Vec::new());
     for page in pages() {
-        let text = fs::read_to_string(&page).unwrap();
-        for (at, _) in text.match_indices("](") {
-            let link = text[at + 2..].split(')').next().unwrap();
-            if link.starts_with("https://") {
-                continue;
-            }
-            let (target, anchor) = link.split_once('#').unwrap_or((link, ""));
-            let target = match target {
-                "" => page.clone(),
-                target => page.parent().unwrap().join(target),
-            };
+        for (link, target, anchor) in links(&page) {
             let leads = anchor.is_empty()
                 || fs::read_to_string(&target)
-                    .is_ok_and(|text| anchors(&text).iter().any(|known| known == anchor));
+                    .is_ok_and(|text| anchors(&text).iter().any(|known| *known == anchor));
             if !target.exists() || !leads {
                 lost.push(format!("{}: {link}", page.display()));
             }
@@ -320,6 +326,50 @@ fn links_lead_somewhere() {
     assert!(lost.is_empty(), "lead nowhere:\n{}", lost.join("\n"));
     assert!(seen[0] > 20 && seen[1] > 2, "only {seen:?} links were seen");
     assert_eq!(anchors("# Who may `import` whom?\ntext\n"), ["who-may-import-whom"]);
+}
+
+/// A package installs its pages in the directories of the repository, and all that they link to.
+#[test]
+fn links_in_packages_lead_somewhere() {
+    for (package, manifest) in
+        [("pause-sandboxer", "."), ("pause-sandboxer-runc-shim", "runc-shim")]
+    {
+        let text = file(&format!("{manifest}/Cargo.toml"));
+        let table: toml::Table = toml::from_str(&text).unwrap();
+        let assets = table["package"]["metadata"]["deb"]["assets"].as_array().unwrap();
+        let documents = Path::new("usr/share/doc").join(package);
+        let mut installed = BTreeSet::new();
+        for asset in assets {
+            let [source, target, _] = &asset.as_array().unwrap()[..] else { panic!("{asset}") };
+            let (source, target) = (source.as_str().unwrap(), target.as_str().unwrap());
+            let Ok(below) = Path::new(target).strip_prefix(&documents) else { continue };
+            // Debian's policy gives the change log another name.
+            let below = if below == "changelog" { Path::new("") } else { below };
+            let source = root().join(manifest).join(source);
+            let sources = match source.file_stem().unwrap() == "*" {
+                false => vec![source],
+                true => {
+                    let ending = source.extension().unwrap().to_str().unwrap();
+                    files(source.parent().unwrap().to_str().unwrap(), ending)
+                }
+            };
+            for source in sources {
+                installed.insert(below.join(source.file_name().unwrap()));
+            }
+        }
+        let (mut seen, mut lost) = (0, Vec::new());
+        for page in installed.iter().filter(|page| page.extension().is_some_and(|e| e == "md")) {
+            for (link, target, _) in links(&root().join(page)) {
+                let target = fs::canonicalize(&target).unwrap();
+                if !installed.contains(target.strip_prefix(root()).unwrap()) {
+                    lost.push(format!("{}: {link}", page.display()));
+                }
+                seen += 1;
+            }
+        }
+        assert!(lost.is_empty(), "{package}: lead nowhere:\n{}", lost.join("\n"));
+        assert!(seen > 5, "{package}: only {seen} links were seen");
+    }
 }
 
 #[test]
