@@ -10,7 +10,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
 use pause_sandboxer::cli::ServeOptions;
 use pause_sandboxer::config::{CONTAINERD_NAMESPACE, Config, ShimOwner};
-use pause_sandboxer::containerd::SandboxStore;
+use pause_sandboxer::containerd::GrpcEndpoint;
 use pause_sandboxer::containerd::containers::Containers;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, StepError};
@@ -157,10 +157,7 @@ fn own_shim(config: &Config) -> Option<OwnShim> {
 
 /// Starts the tasks that no call waits for.
 fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 5] {
-    let store = SandboxStore {
-        address: config.containerd_address.clone(),
-        namespace: CONTAINERD_NAMESPACE.to_owned(),
-    };
+    let store = GrpcEndpoint::new(&config.containerd_address, CONTAINERD_NAMESPACE);
     let containers = Containers::new(store.clone(), &config.state_dir);
     let interval = Duration::from_secs(config.forgotten_interval.into());
     let all = Arc::clone(controller);

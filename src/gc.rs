@@ -14,13 +14,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::containerd::containers::Containers;
-use crate::containerd::{CallError, SandboxStore};
+use crate::containerd::{CallError, GrpcEndpoint};
 use crate::controller::Controller;
 use crate::exit;
 use crate::podsandbox::Sandbox;
 
 /// Collects at once and every `interval`, forever.
-pub async fn collect(controller: Arc<Controller>, store: SandboxStore, interval: Duration) {
+pub async fn collect(controller: Arc<Controller>, store: GrpcEndpoint, interval: Duration) {
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {

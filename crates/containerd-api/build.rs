@@ -15,7 +15,7 @@ const PROTOS: &str = "../../protos";
 /// The files of `protos/` without their ending. The generated modules have these names, so no two
 /// may be equal, and a file holds at most one service: the generator names handlers by method
 /// alone.
-const FILES: [&str; 11] = [
+const FILES: [&str; 10] = [
     "types",
     "controller",
     "store",
@@ -23,7 +23,6 @@ const FILES: [&str; 11] = [
     "tasks",
     "cri",
     "inspect",
-    "version",
     "introspection",
     "cri_runtime",
     "image_store",

@@ -7,7 +7,7 @@ use super::files::SandboxFiles;
 use super::layout::Layout;
 use super::selinux::Selinux;
 use crate::config::{CONTAINERD_NAMESPACE, Config};
-use crate::containerd::SandboxStore;
+use crate::containerd::GrpcEndpoint;
 use crate::containerd::containers::Containers;
 use crate::error::StepError;
 use crate::id::SandboxId;
@@ -84,10 +84,7 @@ impl Environment {
             config.containerd_address.clone(),
             config.containerd_state.clone(),
         ));
-        let store = SandboxStore {
-            address: config.containerd_address.clone(),
-            namespace: CONTAINERD_NAMESPACE.to_owned(),
-        };
+        let store = GrpcEndpoint::new(&config.containerd_address, CONTAINERD_NAMESPACE);
         let containers = Containers::new(store, &config.state_dir);
         let config = Arc::new(config);
         let (selinux, telemetry) = (Selinux::default(), Arc::default());

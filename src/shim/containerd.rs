@@ -18,7 +18,7 @@ use tokio::net::UnixStream;
 use tokio::sync::Mutex;
 
 use crate::config::{CONTAINERD_NAMESPACE, ContainerLimit};
-use crate::containerd::{SandboxStore, runtime_info};
+use crate::containerd::{GrpcEndpoint, runtime_info};
 use crate::error::{IoContext as _, StepError};
 use crate::process::inheritance::Inheritance;
 
@@ -53,11 +53,10 @@ type ContainerdProcess = (i32, u64);
 /// containerd does not answer, is not root's, or cannot execute the program of this process.
 pub async fn ask(address: &Path) -> Result<(ContainerdProcess, Inheritance), StepError> {
     let process = listener(address).await.step_at("find containerd at", address)?;
-    let store =
-        SandboxStore { address: address.to_owned(), namespace: CONTAINERD_NAMESPACE.to_owned() };
+    let containerd = GrpcEndpoint::new(address, CONTAINERD_NAMESPACE);
     // The path names the process, because an upgrade may have replaced the file.
     let program = format!("/proc/{}/exe", std::process::id());
-    let answer = store.execute(Path::new(&program)).await?;
+    let answer = containerd.execute(Path::new(&program)).await?;
     let inheritance = serde_json::from_str(&answer).map_err(io::Error::from);
     Ok((process, inheritance.step_at("decode answer of", program)?))
 }

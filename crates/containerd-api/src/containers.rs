@@ -11,7 +11,7 @@ use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message as _, MessageField};
 
 use super::framing::Code;
-use super::{CallError, SandboxStore};
+use super::{CALL_TIMEOUT, CallError, GrpcEndpoint};
 use crate::protos::containers::{
     Container, ContainerRuntime, CreateContainerRequest, DeleteContainerRequest,
     GetContainerRequest, GetContainerResponse, ListContainerMessage, ListContainersRequest,
@@ -84,14 +84,14 @@ pub enum TaskState {
 /// containerd's containers and tasks.
 #[derive(Clone, Debug)]
 pub struct Containers {
-    at: SandboxStore,
+    at: GrpcEndpoint,
     mark: Vec<u8>,
 }
 
 impl Containers {
     /// The containers of the containerd `at`, with the records of the daemon with that state
     /// directory.
-    pub fn new(at: SandboxStore, state_dir: &Path) -> Self {
+    pub fn new(at: GrpcEndpoint, state_dir: &Path) -> Self {
         Self { at, mark: state_dir.as_os_str().as_bytes().to_vec() }
     }
 
@@ -111,7 +111,7 @@ impl Containers {
         let request = GetContainerRequest { id: id.to_owned(), ..Default::default() };
         let method = format!("{CONTAINERS}/Get");
         let what = "query containerd for the container";
-        match self.at.call::<GetContainerResponse>(what, &method, &request).await {
+        match self.at.call::<GetContainerResponse>(what, &method, &request, CALL_TIMEOUT).await {
             Err(e) if e.is(Code::NOT_FOUND) => Ok(RecordOwner::Missing),
             Err(e) => Err(e),
             Ok(answer) if self.is_own(&answer.container) => Ok(RecordOwner::Own),
@@ -137,7 +137,7 @@ impl Containers {
             }
         };
         let method = format!("{CONTAINERS}/ListStream");
-        self.at.stream("list sandboxes' containers", &method, &request, each).await?;
+        self.at.stream("list sandboxes' containers", &method, &request, CALL_TIMEOUT, each).await?;
         Ok(ids)
     }
 
@@ -170,8 +170,7 @@ impl Containers {
             CreateContainerRequest { container: MessageField::some(record), ..Default::default() };
         let method = format!("{CONTAINERS}/Create");
         let what = "record the sandbox as a container";
-        let endpoint = self.at.endpoint();
-        match endpoint.call::<Empty>(what, &method, &request, CREATE_TIMEOUT).await {
+        match self.at.call::<Empty>(what, &method, &request, CREATE_TIMEOUT).await {
             // An earlier attempt whose answer was lost may have recorded it.
             Err(e) if e.is(Code::ALREADY_EXISTS) => self.owner(&container.id).await,
             Err(e) => Err(e),
@@ -191,7 +190,7 @@ impl Containers {
         let request = DeleteContainerRequest { id: id.to_owned(), ..Default::default() };
         let method = format!("{CONTAINERS}/Delete");
         let what = "remove the sandbox's container";
-        match self.at.call::<Empty>(what, &method, &request).await {
+        match self.at.call::<Empty>(what, &method, &request, CALL_TIMEOUT).await {
             Err(e) if e.is(Code::NOT_FOUND) => Ok(()),
             other => other.map(drop),
         }
@@ -222,7 +221,11 @@ impl Containers {
             ..Default::default()
         };
         let method = format!("{TASKS}/Create");
-        match self.at.call::<Empty>("create the sandbox's task", &method, &request).await {
+        match self
+            .at
+            .call::<Empty>("create the sandbox's task", &method, &request, CALL_TIMEOUT)
+            .await
+        {
             Err(e) if e.is(Code::ALREADY_EXISTS) => Ok(false),
             Err(e) => Err(e),
             Ok(_) => Ok(true),
@@ -236,7 +239,10 @@ impl Containers {
     pub async fn start_task(&self, id: &str) -> Result<(), CallError> {
         let request = StartTaskRequest { container_id: id.to_owned(), ..Default::default() };
         let method = format!("{TASKS}/Start");
-        self.at.call::<Empty>("start the sandbox's task", &method, &request).await.map(drop)
+        self.at
+            .call::<Empty>("start the sandbox's task", &method, &request, CALL_TIMEOUT)
+            .await
+            .map(drop)
     }
 
     /// The state of a task.
@@ -247,7 +253,7 @@ impl Containers {
         let request = GetTaskRequest { container_id: id.to_owned(), ..Default::default() };
         let method = format!("{TASKS}/Get");
         let what = "query containerd for the sandbox's task";
-        match self.at.call::<GetTaskResponse>(what, &method, &request).await {
+        match self.at.call::<GetTaskResponse>(what, &method, &request, CALL_TIMEOUT).await {
             Err(e) if e.is(Code::NOT_FOUND) => Ok(TaskState::Missing),
             Err(lost @ CallError::Lost(_)) => Err(lost),
             // Other errors come from the pod's shim.
@@ -270,7 +276,11 @@ impl Containers {
         let method = format!("{TASKS}/Delete");
         let mut again = true;
         loop {
-            match self.at.call::<Empty>("delete the sandbox's task", &method, &request).await {
+            match self
+                .at
+                .call::<Empty>("delete the sandbox's task", &method, &request, CALL_TIMEOUT)
+                .await
+            {
                 Err(e) if e.is(Code::NOT_FOUND) => return Ok(()),
                 Err(CallError::Refused { .. }) if again => again = false,
                 other => return other.map(drop),

@@ -1,8 +1,8 @@
-//! gRPC client of containerd: whether it knows a sandbox, its version, its containers and tasks,
+//! gRPC client of containerd: whether it knows a sandbox, its containers and tasks,
 //! its CRI and its images.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 pub mod containers;
@@ -18,7 +18,6 @@ use crate::protos::introspection::{
     PluginInfoRequest, PluginInfoResponse, RuntimeInfo, RuntimeRequest,
 };
 use crate::protos::store::StoreGetRequest;
-use crate::protos::version::VersionResponse;
 use base::error::{IoContext as _, StepError};
 use framing::Code;
 use protobuf::Message as _;
@@ -34,16 +33,7 @@ const PLUGIN_INFO: &str = "containerd.services.introspection.v1.Introspection/Pl
 /// Timeout of a call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// containerd's record of sandboxes.
-#[derive(Clone, Debug)]
-pub struct SandboxStore {
-    /// containerd's gRPC socket.
-    pub address: PathBuf,
-    /// The namespace that CRI uses.
-    pub namespace: String,
-}
-
-impl SandboxStore {
+impl GrpcEndpoint {
     /// Whether containerd knows the sandbox.
     ///
     /// # Errors
@@ -51,7 +41,7 @@ impl SandboxStore {
     pub async fn knows(&self, id: &str) -> Result<bool, StepError> {
         let what = "query containerd for the sandbox";
         let request = StoreGetRequest { sandbox_id: id.to_owned(), ..Default::default() };
-        match self.call::<Empty>(what, GET, &request).await {
+        match self.call::<Empty>(what, GET, &request, CALL_TIMEOUT).await {
             Ok(_) => Ok(true),
             Err(e) if e.is(Code::NOT_FOUND) => Ok(false),
             Err(e) => Err(e.step()),
@@ -63,20 +53,10 @@ impl SandboxStore {
     /// # Errors
     /// There is no server, or it does not speak gRPC.
     pub async fn responds(&self) -> Result<(), StepError> {
-        match self.call::<Empty>("call", VERSION, &Empty::new()).await {
+        match self.call::<Empty>("call", VERSION, &Empty::new(), CALL_TIMEOUT).await {
             Err(CallError::Lost(step)) => Err(step),
             Ok(_) | Err(CallError::Refused { .. }) => Ok(()),
         }
-    }
-
-    /// containerd's version, such as `v2.3.4`.
-    ///
-    /// # Errors
-    /// The call failed.
-    pub async fn version(&self) -> Result<String, StepError> {
-        let what = "query containerd for its version";
-        let answer = self.call::<VersionResponse>(what, VERSION, &Empty::new()).await;
-        answer.map(|answer| answer.version).map_err(CallError::step)
     }
 
     /// Has containerd execute the program at `path` with the only argument `-info`, as it executes
@@ -100,38 +80,14 @@ impl SandboxStore {
             options: Some(options).into(),
             ..Default::default()
         };
-        let answer: PluginInfoResponse = self.call(WHAT, PLUGIN_INFO, &request).await?;
+        let answer: PluginInfoResponse =
+            self.call(WHAT, PLUGIN_INFO, &request, CALL_TIMEOUT).await?;
         let info = RuntimeInfo::parse_from_bytes(&answer.extra.value);
         info.map(|info| info.name).map_err(io::Error::other).step_at(WHAT, path)
     }
-
-    fn endpoint(&self) -> GrpcEndpoint {
-        GrpcEndpoint::new(&self.address, &self.namespace)
-    }
-
-    /// A call with one answer.
-    async fn call<A: protobuf::Message>(
-        &self,
-        what: &'static str,
-        method: &str,
-        request: &impl protobuf::Message,
-    ) -> Result<A, CallError> {
-        self.endpoint().call(what, method, request, CALL_TIMEOUT).await
-    }
-
-    /// A call with any number of answers.
-    async fn stream<A: protobuf::Message>(
-        &self,
-        what: &'static str,
-        method: &str,
-        request: &impl protobuf::Message,
-        each: impl FnMut(A) + Send,
-    ) -> Result<(), CallError> {
-        self.endpoint().stream(what, method, request, CALL_TIMEOUT, each).await
-    }
 }
 
-/// The output of a program that [`SandboxStore::execute`] has executed.
+/// The output of a program that [`GrpcEndpoint::execute`] has executed.
 ///
 /// # Errors
 /// It cannot be encoded.

@@ -8,7 +8,6 @@
 //! | [`tasks`] | `containerd.services.tasks.v1` |
 //! | [`types`] | `containerd.types` |
 //! | [`cri`] | `runtime.v1` |
-//! | [`version`] | `containerd.services.version.v1` |
 //! | [`introspection`] | `containerd.services.introspection.v1` |
 //! | [`inspect`], [`inspect_ttrpc`] | `pause_sandboxer.v1` |
 

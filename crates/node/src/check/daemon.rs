@@ -6,7 +6,7 @@ use super::{Finding, Level};
 use crate::client::{Client, ClientError, Sandbox, TIMEOUT};
 use crate::daemon_process::silence;
 use base::config::{CONTAINERD_NAMESPACE, Config};
-use containerd_api::SandboxStore;
+use containerd_api::GrpcEndpoint;
 
 const SUBJECT: &str = "daemon";
 
@@ -36,8 +36,7 @@ pub(super) async fn examine(config: &Config) -> (Finding, Option<Vec<Sandbox>>) 
 async fn socket(config: &Config) -> Finding {
     let shown = config.socket.display();
     // A daemon responds once it has recovered its pods.
-    let daemon =
-        SandboxStore { address: config.socket.clone(), namespace: CONTAINERD_NAMESPACE.to_owned() };
+    let daemon = GrpcEndpoint::new(&config.socket, CONTAINERD_NAMESPACE);
     let start = "start it: systemctl start pause-sandboxer, or pause-sandboxer serve";
     let answer = tokio::time::timeout(TIMEOUT, daemon.responds()).await;
     let kind = match &answer {
