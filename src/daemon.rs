@@ -94,8 +94,7 @@ async fn run(
     let (stop, stopped) = watch::channel(false);
     let (answering, controllers) = watch::channel(None);
     let server = wire::Server::before_recovery(controllers, grpc, ttrpc)
-        .counted(Arc::clone(&environment.telemetry))
-        .of_namespace(CONTAINERD_NAMESPACE);
+        .counted(Arc::clone(&environment.telemetry));
     let mut server = RunningServer { stop, task: tokio::spawn(server.run(stopped)) };
     // Logs its result. If containerd is not up yet, the first Create repeats the check.
     let _ = environment.mounts.admit();

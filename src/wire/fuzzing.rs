@@ -10,13 +10,12 @@ use tokio::net::UnixStream;
 use tokio::sync::watch;
 
 use super::handler::{Call, Handler};
-use super::namespace::NamespaceFilter;
 use super::status::Status;
 use super::{grpc, ttrpc};
 use crate::controller::SandboxService;
 
 /// The only namespace whose calls are answered.
-pub const NAMESPACE: &str = "k8s.io";
+pub use crate::config::CONTAINERD_NAMESPACE as NAMESPACE;
 
 /// Serves one gRPC connection until it ends.
 ///
@@ -66,5 +65,5 @@ pub async fn handle_call<V: SandboxService>(
 
 fn handler<V: SandboxService>(sandboxes: Arc<V>, stop: watch::Receiver<bool>) -> Handler<V> {
     let (_, sandboxes) = watch::channel(Some(sandboxes));
-    Handler::new(sandboxes, stop, Arc::default(), Arc::new(NamespaceFilter::only(NAMESPACE)))
+    Handler::new(sandboxes, stop, Arc::default())
 }

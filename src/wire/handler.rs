@@ -121,9 +121,8 @@ impl<V: SandboxService> Handler<V> {
         sandboxes: PendingService<V>,
         stop: watch::Receiver<bool>,
         telemetry: Arc<Telemetry>,
-        namespace: Arc<NamespaceFilter>,
     ) -> Self {
-        Self { sandboxes, stop, telemetry, namespace }
+        Self { sandboxes, stop, telemetry, namespace: Arc::default() }
     }
 
     /// Returns when the daemon stops.

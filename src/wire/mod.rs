@@ -42,7 +42,6 @@ pub use status::{Code, Status, code};
 
 use handler::Handler;
 use listener::Listener;
-use namespace::NamespaceFilter;
 
 /// How long connections may take to end after a stop: calls in progress (at most 1 s) and answers.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -56,7 +55,6 @@ pub struct Server<V> {
     grpc: UnixListener,
     ttrpc: UnixListener,
     telemetry: Arc<Telemetry>,
-    namespace: Arc<NamespaceFilter>,
 }
 
 impl<V: SandboxService> Server<V> {
@@ -72,20 +70,13 @@ impl<V: SandboxService> Server<V> {
         grpc: UnixListener,
         ttrpc: UnixListener,
     ) -> Self {
-        Self { sandboxes, grpc, ttrpc, telemetry: Arc::default(), namespace: Arc::default() }
+        Self { sandboxes, grpc, ttrpc, telemetry: Arc::default() }
     }
 
     /// Counts calls in `telemetry`.
     #[must_use]
     pub fn counted(mut self, telemetry: Arc<Telemetry>) -> Self {
         self.telemetry = telemetry;
-        self
-    }
-
-    /// Serves the calls of this containerd namespace alone; without it, those of all.
-    #[must_use]
-    pub fn of_namespace(mut self, name: &str) -> Self {
-        self.namespace = Arc::new(NamespaceFilter::only(name));
         self
     }
 
@@ -99,7 +90,7 @@ impl<V: SandboxService> Server<V> {
     /// # Panics
     /// Outside a tokio runtime with I/O and time.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), StepError> {
-        let handler = Handler::new(self.sandboxes, stop, self.telemetry, self.namespace);
+        let handler = Handler::new(self.sandboxes, stop, self.telemetry);
         let grpc = Listener::new(self.grpc, ROOT)?;
         let ttrpc = Listener::new(self.ttrpc, ROOT)?;
         tokio::join!(

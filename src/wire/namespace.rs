@@ -4,48 +4,36 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::status::{Code, Status};
+use crate::config::CONTAINERD_NAMESPACE;
 
 /// The key of a call's namespace in the metadata of ttrpc.
 pub(super) const TTRPC_KEY: &str = "containerd-namespace-ttrpc";
 
-/// The namespace whose calls are served.
+/// Serves the calls of CRI's namespace.
 #[derive(Debug, Default)]
 pub(super) struct NamespaceFilter {
-    /// Its name; `None` if all are served.
-    own: Option<Box<str>>,
     /// Whether a call of another namespace has been logged.
     warned: AtomicBool,
 }
 
 impl NamespaceFilter {
-    /// Serves the calls of this namespace only.
-    pub(super) fn only(own: &str) -> Self {
-        Self { own: Some(own.into()), warned: AtomicBool::default() }
-    }
-
     /// Refuses a call of another namespace. CRI sets the namespace of each of its calls, and
     /// containerd passes on what its callers set. So a call without one, or with an empty one,
     /// comes from another client of this daemon, and is served.
     ///
     /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox.
     pub(super) fn admits(&self, asked: Option<&str>, wait: bool) -> Result<(), Status> {
-        let (Some(own), Some(asked)) =
-            (self.own.as_deref(), asked.filter(|asked| !asked.is_empty()))
-        else {
-            return Ok(());
-        };
-        if own == asked {
-            return Ok(());
-        }
+        const OWN: &str = CONTAINERD_NAMESPACE;
+        let Some(asked) = asked.filter(|asked| !["", OWN].contains(asked)) else { return Ok(()) };
         // The warning is logged once: containerd repeats the Wait of a sandbox indefinitely.
         if !self.warned.swap(true, Ordering::Relaxed) {
             log::warn!(
-                asked = asked, served = own;
+                asked = asked, served = OWN;
                 "rejected call from another containerd namespace"
             );
         }
         let code = if wait { Code::UNAVAILABLE } else { Code::FAILED_PRECONDITION };
-        let text = format!("containerd namespace {asked:?} is not served; CRI's is {own:?}");
+        let text = format!("containerd namespace {asked:?} is not served; CRI's is {OWN:?}");
         Err(Status::new(code, text))
     }
 }

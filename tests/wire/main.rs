@@ -54,7 +54,7 @@ impl Node {
         let telemetry = Arc::new(Telemetry::default());
         let server =
             wire::Server::new(Arc::clone(&sandboxes), bind("a.sock"), bind("a.sock.ttrpc"));
-        let server = server.counted(Arc::clone(&telemetry)).of_namespace("k8s.io");
+        let server = server.counted(Arc::clone(&telemetry));
         let (stop, stopped) = watch::channel(false);
         let running = tokio::spawn(server.run(stopped));
         Self { dir, sandboxes, telemetry, stop, running }
