@@ -51,7 +51,9 @@ impl Fake {
             Some(b'3') => Err(Error::AlreadyExists { id }),
             Some(b'4') => Err(Error::State { id, rpc, state: "ready" }),
             Some(b'5') => Err(Error::Failed { id, rpc, steps: step(28).into() }),
-            Some(b'6') => Err(Error::Failed { id, rpc, steps: vec![step(16), step(5)].into() }),
+            Some(b'6') => {
+                Err(Error::Failed { id, rpc, steps: [step(16), step(5)].into_iter().collect() })
+            }
             Some(b'7') => Err(Error::Timeout { id, rpc, seconds: 10 }),
             Some(b'8') => Err(Error::Stopping { id }),
             Some(b'0') => Err(Error::Quarantined { id, reason: "not a record".into() }),

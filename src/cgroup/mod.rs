@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, unlinkat};
 
-use crate::error::{IoContext, StepError};
+use crate::error::{IoContext, StepError, StepErrors};
 use crate::process::deadline;
 use crate::sys::{self, Errno};
 
@@ -207,9 +207,9 @@ impl Cgroups {
 
     /// Removes the cgroup of a pause process. Processes that are in it are killed: those of a Start
     /// that was interrupted. Gone already is success.
-    pub(crate) fn remove(&self, placement: &Placement) -> Vec<StepError> {
+    pub(crate) fn remove(&self, placement: &Placement) -> StepErrors {
         match placement {
-            Placement::Inherit => Vec::new(),
+            Placement::Inherit => StepErrors::default(),
             Placement::Directory(path) => self.remove_directory(path),
             Placement::Scope(scope) => self.remove_scope(scope),
         }
@@ -265,10 +265,10 @@ impl Cgroups {
 
     /// Removes a scope. It ends by itself with its last process, unless systemd was never asked for
     /// it.
-    fn remove_scope(&self, scope: &Scope) -> Vec<StepError> {
+    fn remove_scope(&self, scope: &Scope) -> StepErrors {
         // A scope lives no longer than its cgroup, so this needs no systemd to be sure.
         if !self.exists(&scope.path) {
-            return Vec::new();
+            return StepErrors::default();
         }
         let mut failed = self.in_each("kill what is in cgroup", &scope.path, |hierarchy| {
             self.kill_members(hierarchy, &scope.path)
@@ -286,7 +286,7 @@ impl Cgroups {
     }
 
     /// Removes the cgroup from every hierarchy where it is empty by then. What is in it stays.
-    pub(crate) fn remove_empty(&self, cgroup: &CStr, until: Instant) -> Vec<StepError> {
+    pub(crate) fn remove_empty(&self, cgroup: &CStr, until: Instant) -> StepErrors {
         self.in_each("remove cgroup", cgroup, |hierarchy| {
             let mut done = Ok(());
             let _ = deadline::poll_until(until, || {
@@ -307,7 +307,7 @@ impl Cgroups {
         what: &'static str,
         cgroup: &CStr,
         work: impl Fn(&OpenHierarchy) -> Result<(), Errno>,
-    ) -> Vec<StepError> {
+    ) -> StepErrors {
         let error = |(index, hierarchy)| {
             let e = work(hierarchy).err()?;
             Some(StepError::at(what, self.path(index, cgroup), e.into()))
@@ -317,7 +317,7 @@ impl Cgroups {
 
     /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are
     /// kubelet's.
-    fn remove_directory(&self, cgroup: &CStr) -> Vec<StepError> {
+    fn remove_directory(&self, cgroup: &CStr) -> StepErrors {
         self.in_each("remove cgroup", cgroup, |hierarchy| self.remove_from(hierarchy, cgroup))
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use node::check::Finding;
 
 use crate::config::Config;
-use crate::error::{IoContext as _, StepError};
+use crate::error::{IoContext as _, StepError, StepErrors};
 use crate::id::SandboxId;
 use crate::pause::native::Native;
 use crate::pause::{self, Driver, Plan};
@@ -24,8 +24,8 @@ pub(super) async fn examine(config: &Config) -> Vec<Finding> {
     let tried = async { attempt(&Native::new()?, &plan(config.restrict_oom_score_adj)?).await };
     vec![match tried.await {
         Ok(()) => Finding::ok(SUBJECT, "can be started and killed"),
-        Err(step) => {
-            Finding::fail(SUBJECT, format!("cannot be started and killed: {step}"), advice)
+        Err(steps) => {
+            Finding::fail(SUBJECT, format!("cannot be started and killed: {steps}"), advice)
         }
     }]
 }
@@ -41,11 +41,12 @@ fn plan(restricted: bool) -> Result<Plan, StepError> {
     })
 }
 
-async fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), StepError> {
+async fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), StepErrors> {
     let pause = driver.start(plan)?;
     // The runtime has nothing else to do.
     pause.kill().and_then(|()| pause.thaw())?;
     let exit = tokio::time::timeout(EXIT_TIMEOUT, pause.exited()).await;
-    let cleaned = driver.cleanup(&plan.cgroup_ref()).map_err(|mut steps| steps.swap_remove(0));
-    exit.map(drop).step("wait for the exit of the pause process").and(cleaned)
+    let cleaned = driver.cleanup(&plan.cgroup_ref());
+    exit.step("wait for the exit of the pause process")?;
+    cleaned
 }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::cgroup::CgroupRef;
-use crate::error::StepError;
+use crate::error::{StepError, StepErrors};
 use crate::id::SandboxId;
 use crate::process::{Adoption, Identity, Process};
 
@@ -142,7 +142,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<StepError>>;
+    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), StepErrors>;
 
     /// Whether the kernel has killed a process of the cgroup because memory had run out; false
     /// where that is not known.
@@ -156,7 +156,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>>;
+    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), StepErrors>;
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use super::child::{self, ChildStep, PauseWork, User};
 use super::orphans::Mark;
 use super::{Driver, IdMapping, Namespace, Plan, binary, orphans, rootfs, userns};
 use crate::cgroup::{self, CgroupRef, Cgroups};
-use crate::error::{IoContext, StepError};
+use crate::error::{IoContext, StepError, StepErrors};
 use crate::process::deadline::{self, Cloned, Deadline};
 use crate::process::pidfd::{self, PidfdProcess, Reaper};
 use crate::process::{Adoption, Identity, Process, identity};
@@ -304,12 +304,10 @@ impl Driver for Native {
         pidfd::adopt(identity, &self.boot_id, &self.common)
     }
 
-    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<StepError>> {
+    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), StepErrors> {
         self.common.sweep();
-        let placement =
-            cgroup::placement(&cgroup.cgroup_parent, &cgroup.id).map_err(|e| vec![e])?;
-        let failed = self.cgroups.remove(&placement);
-        if failed.is_empty() { Ok(()) } else { Err(failed) }
+        let placement = cgroup::placement(&cgroup.cgroup_parent, &cgroup.id)?;
+        self.cgroups.remove(&placement).into_result()
     }
 
     fn oom_killed(&self, cgroup: &CgroupRef) -> bool {
@@ -317,18 +315,18 @@ impl Driver for Native {
             .is_ok_and(|placement| self.cgroups.oom_killed(&placement))
     }
 
-    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
+    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), StepErrors> {
         let Some(mark) = &self.mark else { return Ok(()) };
         let decided = Instant::now() + orphans::DECISION_TIMEOUT;
         let (found, unfinished) = orphans::find_orphans(mark);
-        let mut failed = Vec::from_iter(unfinished);
+        let mut failed = StepErrors::from_iter(unfinished);
         let orphans: Vec<_> = found.into_iter().filter(|orphan| !recorded(&orphan.id)).collect();
         if Instant::now() > decided {
             // By now new sandboxes may have what these had.
-            failed.push(StepError::new(
+            failed.extend([StepError::new(
                 "read the records of orphaned pause processes",
                 io::ErrorKind::TimedOut.into(),
-            ));
+            )]);
             return Err(failed);
         }
         let cgroups: Vec<CString> =
@@ -343,7 +341,7 @@ impl Driver for Native {
         // process.
         let free = Instant::now() + orphans::CGROUP_TIMEOUT;
         failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_empty(path, free)));
-        if failed.is_empty() { Ok(()) } else { Err(failed) }
+        failed.into_result()
     }
 }
 

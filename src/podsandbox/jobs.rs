@@ -224,15 +224,6 @@ impl Jobs {
         pool::run(class, move || task(&jobs)).await
     }
 
-    /// Runs a blocking task in the pool; a panic of it is one of its failed steps.
-    async fn steps(
-        self: &Arc<Self>,
-        class: Class,
-        task: impl FnOnce(&Self) -> StepErrors + Send + 'static,
-    ) -> StepErrors {
-        self.run_blocking(class, task).await.unwrap_or_else(StepErrors::from)
-    }
-
     /// Makes the spec and the labels for the answer of Start, unless they are there.
     fn describe(&self, input: &StartInput) -> Result<(), StepError> {
         let mut description = self.description.lock();
@@ -347,11 +338,12 @@ impl Jobs {
             if let Some(Err(step)) = recorded {
                 log::warn!(sandbox = jobs.id().as_str(); "failed to record exit: {step}");
             }
-            let mut errors = jobs.clean_up_pause();
+            let mut errors = StepErrors::default();
+            errors.check_all(jobs.clean_up_pause());
             errors.check_all(jobs.files.release_shm());
-            errors
+            errors.into_result()
         };
-        self.steps(Class::End, all).await.into_result()
+        self.run_blocking(Class::End, all).await?
     }
 
     /// Keeps and reports, once, why the pause process ended: for `cause`, if that is known. Blocks
@@ -390,7 +382,9 @@ impl Jobs {
     /// # Errors
     /// Every step that failed.
     pub async fn remove(self: &Arc<Self>) -> Result<(), StepErrors> {
-        let mut errors = self.steps(Class::End, Self::clean_up_pause).await;
+        let mut errors = StepErrors::default();
+        let cleaned = self.run_blocking(Class::End, Self::clean_up_pause).await;
+        errors.check_all(cleaned.unwrap_or_else(|panic| Err(panic.into())));
         self.task_deleted().await;
         errors.check_all(self.shim.close().await);
         self.remove_container();
@@ -399,16 +393,14 @@ impl Jobs {
             if errors.is_empty() {
                 errors.check(jobs.store.remove());
             }
-            errors
+            errors.into_result()
         };
-        self.steps(Class::End, rest).await.into_result()
+        self.run_blocking(Class::End, rest).await?
     }
 
     /// Removes what outlives the pause process.
-    fn clean_up_pause(&self) -> StepErrors {
-        let mut errors = StepErrors::default();
-        errors.check_all(self.driver().cleanup(&self.facts.cgroup_ref));
-        errors
+    fn clean_up_pause(&self) -> Result<(), StepErrors> {
+        self.driver().cleanup(&self.facts.cgroup_ref)
     }
 }
 

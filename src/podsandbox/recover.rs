@@ -23,7 +23,7 @@ use super::record::{RecordError, RecordStore, Stage};
 use super::sandbox::Sandbox;
 use super::summary::pod_names;
 use super::validate::check_id;
-use crate::error::{IoContext as _, StepError};
+use crate::error::{IoContext as _, StepError, StepErrors};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::{Adoption, Identity};
@@ -208,16 +208,16 @@ async fn kill_orphans(environment: &Arc<Environment>) {
 
 /// Runs blocking steps, which end later if they take too long.
 async fn in_time(
-    steps: impl FnOnce() -> Result<(), Vec<StepError>> + Send + 'static,
-) -> Result<(), Vec<StepError>> {
+    steps: impl FnOnce() -> Result<(), StepErrors> + Send + 'static,
+) -> Result<(), StepErrors> {
     let late = |_| StepError::new("recover", io::ErrorKind::TimedOut.into());
     match timeout(RECORD_TIMEOUT, pool::run(Class::Recovery, steps)).await.map_err(late).flatten() {
         Ok(done) => done,
-        Err(step) => Err(vec![step]),
+        Err(step) => Err(step.into()),
     }
 }
 
-fn log_failed(what: &str, result: Result<(), Vec<StepError>>) {
+fn log_failed(what: &str, result: Result<(), StepErrors>) {
     for step in result.err().unwrap_or_default() {
         log::error!("{what}: {step}");
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Waker};
 
 use nix::sys::socket::{SockType, UnixAddr, getsockname, getsockopt, sockopt};
-use process_identity::{Stat, is_no_such_process, namespace_error};
+use process_identity::{is_no_such_process, namespace_error};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use tokio::io::unix::AsyncFd;
 
@@ -123,14 +123,6 @@ pub fn watch_listener(listener: Arc<OwnedFd>, waker: Waker) -> io::Result<Watche
         drop(tokio::spawn(async move { waker.wake() }));
     }
     Ok(Watched { _listener: listener })
-}
-
-/// When a process was started, in clock ticks after boot; of one that cannot be reaped meanwhile.
-///
-/// # Errors
-/// Its files in `/proc` cannot be read.
-pub fn started_at(pid: u32) -> Result<u64, StepError> {
-    Stat::of_process(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
 }
 
 /// All user ids of the process that has a pid now are the daemon's.

@@ -33,7 +33,7 @@ use sha2::{Digest as _, Sha256};
 use tokio::sync::Notify;
 
 use crate::config::{CONTAINERD_NAMESPACE, ContainerLimit};
-use crate::error::{IoContext as _, StepError, gone};
+use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::process::handle::NamespaceHandle;
 use crate::process::inheritance::Inheritance;
 use crate::process::spawn::Launcher;
@@ -142,14 +142,14 @@ impl Shims {
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    pub fn remove_strays(&self, sandboxes: &[&str], until: Instant) -> Result<(), Vec<StepError>> {
+    pub fn remove_strays(&self, sandboxes: &[&str], until: Instant) -> Result<(), StepErrors> {
         let dir = self.settings.state_dir.join(SOCKETS);
         let entries = match fs::read_dir(&dir) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            other => other.step_at("read directory", &dir).map_err(|step| vec![step])?,
+            other => other.step_at("read directory", &dir)?,
         };
         let known: HashSet<PathBuf> = sandboxes.iter().map(|id| self.settings.socket(id)).collect();
-        let mut failed = Vec::new();
+        let mut failed = StepErrors::default();
         for entry in
             entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()))
         {
@@ -158,18 +158,15 @@ impl Shims {
             let socket =
                 if path.extension().is_some() { path.with_extension("") } else { path.clone() };
             if Instant::now() > until {
-                failed.push(StepError::at(
-                    "remove sockets in",
-                    dir,
-                    io::ErrorKind::TimedOut.into(),
-                ));
+                let late = io::Error::from(io::ErrorKind::TimedOut);
+                failed.check(Err(late).step_at("remove sockets in", dir));
                 break;
             }
             if !known.contains(&socket) {
-                failed.extend(gone(fs::remove_file(&path)).step_at("remove socket", path).err());
+                failed.check(gone(fs::remove_file(&path)).step_at("remove socket", path));
             }
         }
-        if failed.is_empty() { Ok(()) } else { Err(failed) }
+        failed.into_result()
     }
 
     /// Whether this project's own shim can be used.

@@ -13,7 +13,7 @@ use nix::mount::{MntFlags, umount2};
 use pause_sandboxer::cgroup::CgroupRef;
 use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::Controller;
-use pause_sandboxer::error::StepError;
+use pause_sandboxer::error::{StepError, StepErrors};
 use pause_sandboxer::pause::{Driver, Plan};
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, SandboxInfo};
 use pause_sandboxer::process::inheritance::Inheritance;
@@ -112,7 +112,7 @@ impl Driver for Fake {
         }
     }
 
-    fn cleanup(&self, _site: &CgroupRef) -> Result<(), Vec<StepError>> {
+    fn cleanup(&self, _site: &CgroupRef) -> Result<(), StepErrors> {
         self.cleanups.fetch_add(1, Ordering::SeqCst);
         let held = self.orders.lock().unwrap().hold_cleanup.take();
         if let Some(held) = held {
@@ -121,7 +121,7 @@ impl Driver for Fake {
         Ok(())
     }
 
-    fn kill_orphans(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
+    fn kill_orphans(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), StepErrors> {
         Ok(())
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kit::controller::any;
 use pause_sandboxer::controller::SandboxService;
-use pause_sandboxer::error::StepError;
+use pause_sandboxer::error::{StepError, StepErrors};
 use pause_sandboxer::log_context;
 use pause_sandboxer::podsandbox::{
     CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
@@ -68,9 +68,11 @@ fn outcome(id: &str) -> Result<(), Error> {
         "state" => Err(Error::State { id, rpc, state: "ready" }),
         "step" => Err(Error::Failed { id, rpc, steps: step(libc::EPERM).into() }),
         "scarce" => Err(Error::Failed { id, rpc, steps: step(libc::ENOSPC).into() }),
-        "steps" => {
-            Err(Error::Failed { id, rpc, steps: vec![step(libc::EBUSY), step(libc::EIO)].into() })
-        }
+        "steps" => Err(Error::Failed {
+            id,
+            rpc,
+            steps: StepErrors::from_iter([step(libc::EBUSY), step(libc::EIO)]),
+        }),
         "timeout" => Err(Error::Timeout { id, rpc, seconds: 10 }),
         "stopping" => Err(Error::Stopping { id }),
         "quarantined" => Err(Error::Quarantined { id, reason: "not a record".into() }),

@@ -79,18 +79,13 @@ impl StepErrors {
         self.0.is_empty()
     }
 
-    /// The failed steps, in their order.
-    pub fn as_slice(&self) -> &[StepError] {
-        &self.0
-    }
-
     /// Adds the failure of one step, if it has failed.
     pub fn check(&mut self, step: Result<(), StepError>) {
         self.0.extend(step.err());
     }
 
     /// Adds the failures of a list of steps.
-    pub fn check_all<E: IntoIterator<Item = StepError>>(&mut self, steps: Result<(), E>) {
+    pub fn check_all(&mut self, steps: Result<(), Self>) {
         self.0.extend(steps.err().into_iter().flatten());
     }
 }
@@ -98,12 +93,6 @@ impl StepErrors {
 impl From<StepError> for StepErrors {
     fn from(step: StepError) -> Self {
         Self(vec![step])
-    }
-}
-
-impl From<Vec<StepError>> for StepErrors {
-    fn from(steps: Vec<StepError>) -> Self {
-        Self(steps)
     }
 }
 

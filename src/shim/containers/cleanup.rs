@@ -9,7 +9,7 @@ use tokio::time::sleep;
 
 use super::{Container, NamespaceMembers, UnknownProcess};
 use crate::config::CONTAINERD_NAMESPACE;
-use crate::error::StepError;
+use crate::error::{StepError, StepErrors};
 use crate::process::{Exit, UNKNOWN_EXIT};
 use crate::shim::bundle::Bundle;
 use crate::shim::pod_shim::{PodShim, RETRY_DELAY};
@@ -215,9 +215,9 @@ impl PodShim {
     }
 
     /// Kills the containers of an exited shim and has the shim's program delete them.
-    async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> Vec<StepError> {
+    async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> StepErrors {
         if left.is_empty() {
-            return Vec::new();
+            return StepErrors::default();
         }
         let all = left.clone();
         let begin = move |shim: &Self| {
@@ -231,11 +231,12 @@ impl PodShim {
         };
         let (bundles, killed) = match self.blocking(begin).await {
             Ok(begun) => begun,
-            Err(step) => return vec![step],
+            Err(step) => return step.into(),
         };
-        let mut failed = Vec::from_iter(killed.err());
+        let mut failed = StepErrors::default();
+        failed.check(killed);
         for (container, bundle) in left.iter().zip(bundles) {
-            failed.extend(self.delete_container(&container.id, bundle).await.err());
+            failed.check(self.delete_container(&container.id, bundle).await);
         }
         failed
     }
@@ -254,10 +255,10 @@ impl PodShim {
     /// Cleans up all containers of the pod, whose shim has exited.
     ///
     /// # Errors
-    /// The first step that failed.
-    pub(in crate::shim) async fn clean_up_all(self: &Arc<Self>) -> Result<(), StepError> {
+    /// Every step that failed.
+    pub(in crate::shim) async fn clean_up_all(self: &Arc<Self>) -> Result<(), StepErrors> {
         let known = self.blocking(Self::find_known).await.flatten()?;
-        self.clean_up(known).await.into_iter().next().map_or(Ok(()), Err)
+        self.clean_up(known).await.into_result()
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio::time::{sleep, timeout};
 
 use super::Endpoint;
-use crate::error::{IoContext as _, StepError, gone};
+use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::process::Process;
 use crate::shim::pod_shim::{PodShim, SHIM_TIMEOUT, SHUTDOWN_DELAYS};
 
@@ -72,16 +72,16 @@ impl Endpoint {
     ///
     /// # Errors
     /// Every step that failed.
-    pub async fn close(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
+    pub async fn close(self: &Arc<Self>) -> Result<(), StepErrors> {
         self.set_ended();
         let _guard = self.launch_lock.lock().await;
-        self.end_shim().await.map_err(|step| vec![step])?;
+        self.end_shim().await?;
         // Removed only when no cleanup works in the bundle.
         let _cleaning = self.shim.cleaning().lock().await;
-        if self.shim.blocking(PodShim::had_shim).await.map_err(|step| vec![step])? {
-            self.shim.clean_up_all().await.map_err(|step| vec![step])?;
+        if self.shim.blocking(PodShim::had_shim).await? {
+            self.shim.clean_up_all().await?;
         }
-        self.blocking(|endpoint| endpoint.remove()).await.unwrap_or_else(|step| Err(vec![step]))
+        self.blocking(|endpoint| endpoint.remove()).await?
     }
 
     /// Nothing is launched any more, and the serving task looks again.
@@ -105,14 +105,14 @@ impl Endpoint {
     }
 
     /// Removes socket and bundle.
-    fn remove(&self) -> Result<(), Vec<StepError>> {
-        let mut failed = Vec::new();
+    fn remove(&self) -> Result<(), StepErrors> {
+        let mut failed = StepErrors::default();
         // The second is there when a daemon was killed between its bind and its rename.
         for socket in [self.socket(), self.new_socket()] {
-            failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
+            failed.check(gone(fs::remove_file(&socket)).step_at("remove socket", socket));
         }
-        failed.extend(self.shim.bundle().remove().err());
+        failed.check(self.shim.bundle().remove());
         self.state().listener = None;
-        if failed.is_empty() { Ok(()) } else { Err(failed) }
+        failed.into_result()
     }
 }
