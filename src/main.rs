@@ -9,7 +9,7 @@ use node::check::{self, DaemonFindings, Level};
 use pause_sandboxer::cli::{
     self, Cli, Command, ConfigCommand, DOWN, Format, NEEDED, ServeOptions, WARNED, colour, table,
 };
-use pause_sandboxer::client::{self, Client};
+use pause_sandboxer::client;
 use pause_sandboxer::config::{self, Config};
 use pause_sandboxer::enable::{self, Disablement, Enablement, Mode, NodeChange, RestartBy};
 use pause_sandboxer::error::{IoContext as _, StepError};
@@ -89,7 +89,7 @@ async fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
         Command::Serve(options) => return serve(&options),
         Command::List { output, settings } => {
-            let all = Client::connect(&settings.load()?).await?.list().await?;
+            let all = client::list(&settings.load()?).await?;
             print(&match output {
                 Format::Json => pretty(&table::list_json(&all)),
                 Format::Text => coloured(table::list(&all, SystemTime::now()), colour::states),

@@ -1,7 +1,7 @@
 //! Client of the running daemon for operators, over its ttrpc socket.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use protobuf::well_known_types::empty::Empty;
@@ -49,70 +49,65 @@ pub enum ClientError {
     Refused(String),
 }
 
-/// A connection to the daemon.
-pub struct Client {
-    inspect: InspectClient,
-    socket: PathBuf,
-    state_dir: PathBuf,
+/// All sandboxes of the daemon of `config`, sorted by id.
+///
+/// # Errors
+/// [`ClientError::Down`], or what the daemon answers.
+pub async fn list(config: &Config) -> Result<Vec<Sandbox>, ClientError> {
+    let stream = UnixStream::connect(config.ttrpc_socket()).await;
+    let stream = stream.map_err(|e| match e.kind() {
+        // The queue of its socket is full.
+        io::ErrorKind::WouldBlock => late(config),
+        _ => down(config, &e),
+    })?;
+    let inspect = InspectClient::new(Connection::new(Socket::new(stream)));
+    let mut all: Vec<Sandbox> = Vec::new();
+    loop {
+        let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
+        let request = ListRequest { after, ..Default::default() };
+        let call = inspect.list(context::with_duration(DEADLINE), &request);
+        let answer = tokio::time::timeout(TIMEOUT, call).await.map_err(|_| late(config))?;
+        let page = answer.map_err(|e| failed(config, e))?;
+        let empty = page.sandboxes.is_empty();
+        all.extend(page.sandboxes);
+        if !page.more || empty {
+            return Ok(all);
+        }
+    }
 }
 
-impl Client {
-    /// Connects to the daemon of `config`.
-    ///
-    /// # Errors
-    /// [`ClientError::Down`].
-    pub async fn connect(config: &Config) -> Result<Self, ClientError> {
-        let (socket, state_dir) = (config.ttrpc_socket(), config.state_dir.clone());
-        match UnixStream::connect(&socket).await {
-            Ok(stream) => {
-                let inspect = InspectClient::new(Connection::new(Socket::new(stream)));
-                Ok(Self { inspect, socket, state_dir })
+fn failed(config: &Config, error: ttrpc::Error) -> ClientError {
+    match error {
+        ttrpc::Error::RpcStatus(status) => match status.code() {
+            Code::DEADLINE_EXCEEDED => late(config),
+            Code::UNIMPLEMENTED => {
+                ClientError::Refused("the running daemon is older than this program".to_owned())
             }
-            // The queue of its socket is full.
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(late(&socket, &state_dir)),
-            Err(e) => Err(down(&socket, &e)),
-        }
+            _ => ClientError::Refused(status.message),
+        },
+        other => ClientError::Down {
+            socket: config.ttrpc_socket(),
+            reason: other.to_string(),
+            advice: "the daemon closed the connection: run the command again, as root; if it \
+                     fails again, see `systemctl status pause-sandboxer`"
+                .to_owned(),
+        },
     }
+}
 
-    /// All sandboxes, sorted by id.
-    ///
-    /// # Errors
-    /// [`ClientError::Down`], or what the daemon answers.
-    pub async fn list(&self) -> Result<Vec<Sandbox>, ClientError> {
-        let mut all: Vec<Sandbox> = Vec::new();
-        loop {
-            let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
-            let request = ListRequest { after, ..Default::default() };
-            let call = self.inspect.list(context::with_duration(DEADLINE), &request);
-            let answer = tokio::time::timeout(TIMEOUT, call).await;
-            let answer = answer.map_err(|_| late(&self.socket, &self.state_dir))?;
-            let page = answer.map_err(|e| self.failed(e))?;
-            let empty = page.sandboxes.is_empty();
-            all.extend(page.sandboxes);
-            if !page.more || empty {
-                return Ok(all);
-            }
-        }
-    }
+fn late(config: &Config) -> ClientError {
+    let (reason, advice) = silence(&config.state_dir);
+    let reason = format!("no response within {} s: {reason}", TIMEOUT.as_secs());
+    ClientError::Down { socket: config.ttrpc_socket(), reason, advice }
+}
 
-    fn failed(&self, error: ttrpc::Error) -> ClientError {
-        match error {
-            ttrpc::Error::RpcStatus(status) => match status.code() {
-                Code::DEADLINE_EXCEEDED => late(&self.socket, &self.state_dir),
-                Code::UNIMPLEMENTED => {
-                    ClientError::Refused("the running daemon is older than this program".to_owned())
-                }
-                _ => ClientError::Refused(status.message),
-            },
-            other => ClientError::Down {
-                socket: self.socket.clone(),
-                reason: other.to_string(),
-                advice: "the daemon closed the connection: run the command again, as root; if it \
-                         fails again, see `systemctl status pause-sandboxer`"
-                    .to_owned(),
-            },
-        }
-    }
+fn down(config: &Config, e: &io::Error) -> ClientError {
+    let advice = match e.kind() {
+        io::ErrorKind::PermissionDenied => "run the command as root",
+        _ => "start it: systemctl start pause-sandboxer",
+    };
+    let (socket, advice) = (config.ttrpc_socket(), advice.to_owned());
+    ClientError::Down { socket, reason: e.to_string(), advice }
 }
 
 /// Removes a sandbox, as containerd does. For one that containerd does not know.
@@ -124,21 +119,6 @@ pub(crate) async fn remove_sandbox(config: &Config, id: &str) -> Result<(), Step
     let request = ControllerShutdownRequest { sandbox_id: id.to_owned(), ..Default::default() };
     let method = "containerd.services.sandbox.v1.Controller/Shutdown";
     Ok(daemon.call::<Empty>("remove sandbox", method, &request, REMOVED).await.map(drop)?)
-}
-
-fn late(socket: &Path, state_dir: &Path) -> ClientError {
-    let (reason, advice) = silence(state_dir);
-    let reason = format!("no response within {} s: {reason}", TIMEOUT.as_secs());
-    ClientError::Down { socket: socket.to_owned(), reason, advice }
-}
-
-fn down(socket: &Path, e: &io::Error) -> ClientError {
-    let advice = match e.kind() {
-        io::ErrorKind::PermissionDenied => "run the command as root",
-        _ => "start it: systemctl start pause-sandboxer",
-    };
-    let (socket, advice) = (socket.to_owned(), advice.to_owned());
-    ClientError::Down { socket, reason: e.to_string(), advice }
 }
 
 #[cfg(test)]
@@ -158,8 +138,7 @@ mod tests {
         // answer.
         let _listener = std::os::unix::net::UnixListener::bind(config.ttrpc_socket()).unwrap();
         std::fs::write(dir.path().join("lock"), std::process::id().to_string()).unwrap();
-        let client = Client::connect(&config).await.unwrap();
-        let reason = client.list().await.unwrap_err().to_string();
+        let reason = list(&config).await.unwrap_err().to_string();
         let expected = format!(
             "no response within 2 s: process {} starts, or recovers its pods; wait for it",
             std::process::id()
@@ -174,12 +153,10 @@ mod tests {
         let listener = std::os::unix::net::UnixListener::bind(config.ttrpc_socket()).unwrap();
         nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(1).unwrap()).unwrap();
         let mut waiting = Vec::new();
-        let reason = loop {
-            match Client::connect(&config).await {
-                Ok(client) => waiting.push(client),
-                Err(e) => break e.to_string(),
-            }
-        };
+        while let Ok(stream) = UnixStream::connect(config.ttrpc_socket()).await {
+            waiting.push(stream);
+        }
+        let reason = list(&config).await.unwrap_err().to_string();
         assert!(!waiting.is_empty() && reason.contains("no response within 2 s"), "{reason}");
     }
 }

@@ -13,7 +13,7 @@ use toml::{Table, Value};
 
 use crate::check::Subject;
 use crate::check::containerd::{self as node, Mode, NodeContainerd, pause_image, shim_only};
-use crate::client::Client;
+use crate::client;
 use crate::stop_signal;
 use base::error::{IoContext as _, StepError, StepErrors};
 use containerd_api::cri::CriClient;
@@ -97,8 +97,7 @@ pub async fn run(
     let has_daemon = node::ours(&merged, config).iter().any(|(name, _)| *name == ours);
     if has_daemon {
         // Without a daemon each call of the test would wait for its timeout.
-        let listed = async { Client::connect(config).await?.list().await };
-        listed.await.map_err(|e| e.to_string())?;
+        client::list(config).await.map_err(|e| e.to_string())?;
     }
     let mut stop = pin!(stopped(wanted.within)?);
     let cri = CriClient::new(&config.containerd_address);

@@ -3,7 +3,7 @@
 use std::io;
 
 use super::{Finding, Level};
-use crate::client::{Client, ClientError, Sandbox, TIMEOUT};
+use crate::client::{self, ClientError, Sandbox, TIMEOUT};
 use crate::daemon_process::silence;
 use base::config::{CONTAINERD_NAMESPACE, Config};
 use containerd_api::GrpcEndpoint;
@@ -20,8 +20,7 @@ pub(super) async fn examine(config: &Config) -> (Finding, Option<Vec<Sandbox>>) 
     if answers.level != Level::Ok {
         return (answers, None);
     }
-    let listed = async { Client::connect(config).await?.list().await };
-    match listed.await {
+    match client::list(config).await {
         Ok(all) => (Finding::ok(SUBJECT, format!("{}; {MEMORY}", answers.fact)), Some(all)),
         Err(e) => {
             let level =

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::{Finding, Level};
-use crate::client::{Client, Sandbox, TIMEOUT};
+use crate::client::{self, Sandbox, TIMEOUT};
 use base::config::Config;
 use containerd_api::cri::CriClient;
 use containerd_api::protos::cri::PodSandboxState::SANDBOX_READY;
@@ -41,7 +41,7 @@ pub(super) async fn compare(config: &Config, handlers: &[String], restart: &str)
     let differing = async || {
         let cri = CriClient::new(&config.containerd_address);
         let theirs = tokio::time::timeout(TIMEOUT, cri.pods()).await.ok()?.ok()?;
-        let ours = Client::connect(config).await.ok()?.list().await.ok()?;
+        let ours = client::list(config).await.ok()?;
         Some(differences(&ours, &theirs, handlers))
     };
     // One that does not answer any more is reported by the next check.

@@ -11,7 +11,7 @@ use containerd_api::cri::CriClient;
 
 use super::{EnableError, refuse};
 use crate::check::containerd::{find, shim_only};
-use crate::client::{Client, ClientError, Sandbox};
+use crate::client::{self, ClientError, Sandbox};
 
 /// Most pods that a message names.
 const NAMED: usize = 10;
@@ -33,16 +33,12 @@ pub(super) async fn of_cri(cri: &CriClient, handler: &str) -> Result<Pods, StepE
     Ok(named.collect())
 }
 
-async fn listed(config: &Config) -> Result<Vec<Sandbox>, ClientError> {
-    Client::connect(config).await?.list().await
-}
-
 /// Succeeds if a daemon answers, whatever that is.
 ///
 /// # Errors
 /// No daemon answers, and why.
 pub(super) async fn answering_daemon(config: &Config) -> Result<(), String> {
-    match listed(config).await {
+    match client::list(config).await {
         Ok(_) | Err(ClientError::Refused(_)) => Ok(()),
         Err(e) => Err(e.to_string()),
     }
@@ -54,7 +50,7 @@ pub(super) async fn answering_daemon(config: &Config) -> Result<(), String> {
 /// # Errors
 /// The records cannot be read.
 pub(super) async fn of_daemon(config: &Config) -> Result<Pods, StepError> {
-    match listed(config).await {
+    match client::list(config).await {
         Ok(all) => Ok(all.into_iter().map(|one| (one.id.clone(), name_of(&one))).collect()),
         Err(_) => recorded(config),
     }

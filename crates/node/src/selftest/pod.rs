@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use protobuf::MessageField;
 
 use super::SelftestError;
-use crate::client::{self, Client};
+use crate::client;
 use crate::shell_command;
 use base::config::{CONTAINERD_NAMESPACE, CRI_PLUGIN_DIR, Config};
 use base::error::{IoContext as _, StepError, StepErrors, gone};
@@ -221,8 +221,7 @@ impl TestPod {
     /// Removes its sandbox where CRI has forgotten it: after a failure between Create and Start,
     /// such as that of the pull of a pause image, CRI makes no call of the sandboxer.
     async fn remove_forgotten(&mut self, config: &Config) -> Result<(), StepError> {
-        let listed = async { Client::connect(config).await?.list().await };
-        let all = listed.await.map_err(std::io::Error::other);
+        let all = client::list(config).await.map_err(std::io::Error::other);
         let all = all.step_at("list sandboxes of daemon", &config.socket)?;
         for sandbox in all.into_iter().filter(|sandbox| sandbox.uid == self.uid) {
             client::remove_sandbox(config, &sandbox.id).await?;
