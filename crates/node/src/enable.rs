@@ -17,7 +17,7 @@ use containerd_api::images::{self, PINNED};
 
 use crate::check::Subject;
 pub use crate::check::containerd::Mode;
-use crate::check::containerd::{NodeContainerd, disabled, enabled, find, ours, shim_only};
+use crate::check::containerd::{NodeContainerd, all, disabled, enabled, find, shim_only};
 use crate::oci_image;
 use crate::trust::check_trusted;
 
@@ -327,7 +327,7 @@ pub async fn enable(wanted: &Enablement, say: Say<'_>) -> Result<(), EnableError
         && !has_unread
         && node.loaded.as_ref().is_some_and(|loaded| loaded.contains(&wanted.handler));
     let needs_daemon =
-        wanted.mode == Mode::Sandboxer || !ours(&plan.handler.before, config).is_empty();
+        wanted.mode == Mode::Sandboxer || !all(&plan.handler.before, config).ours.is_empty();
     let answers = if needs_daemon { pods::answering_daemon(config).await } else { Ok(()) };
     let without_daemon = answers.err();
     if let (Some(reason), true) = (&without_daemon, change.restart.is_some()) {

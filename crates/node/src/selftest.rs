@@ -9,10 +9,11 @@ use std::path::PathBuf;
 use std::pin::{Pin, pin};
 use std::time::Duration;
 
-use toml::{Table, Value};
+use toml::Value;
 
 use crate::check::Subject;
 use crate::check::containerd::{self as node, Mode, NodeContainerd, pause_image, shim_only};
+use crate::check::kubelet::Handlers;
 use crate::client;
 use crate::stop_signal;
 use base::error::{IoContext as _, StepError, StepErrors};
@@ -93,15 +94,20 @@ pub async fn run(
     let containerd = NodeContainerd::find(&wanted.subject);
     let release = containerd.release().await?;
     let merged = containerd.dump().await?;
-    let ours = handler(wanted, &merged, &containerd)?;
-    let has_daemon = node::ours(&merged, config).iter().any(|(name, _)| *name == ours);
+    let known = node::all(&merged, config);
+    let ours = handler(wanted, &known, &containerd)?;
+    let has_daemon = known.ours.contains(&ours);
     if has_daemon {
         // Without a daemon each call of the test would wait for its timeout.
         client::list(config).await.map_err(|e| e.to_string())?;
     }
     let mut stop = pin!(stopped(wanted.within)?);
     let cri = CriClient::new(&config.containerd_address);
-    let needed = needed_image(&merged, release, &ours, has_daemon);
+    let needed = match has_daemon {
+        true => pause_image::needed(&merged, release, known.all.get(&ours).into_iter()),
+        // It is of the built-in controller.
+        false => pause_image::name(&merged),
+    };
     let mut pause = None;
     let tested = async {
         if let Some(name) = needed
@@ -112,7 +118,7 @@ pub async fn run(
             let image = pause.insert(PauseImage::new(&name, wanted.pause_program)?);
             unless_stopped(stop.as_mut(), image.import(config)).await?;
         }
-        test_pod(wanted, &cri, &merged, &ours, stop.as_mut(), say).await
+        test_pod(wanted, &cri, &known, &ours, stop.as_mut(), say).await
     };
     let tested = tested.await;
     let removed = match &pause {
@@ -125,20 +131,6 @@ pub async fn run(
     };
     let failed = after_removal(failed, removed.map_err(StepErrors::from)).err();
     Ok(SelftestReport { table, failed })
-}
-
-/// The pause image that the test's pod needs. Without a daemon it is of the built-in controller.
-fn needed_image(
-    merged: &Table,
-    release: node::Release,
-    ours: &str,
-    has_daemon: bool,
-) -> Option<String> {
-    if !has_daemon {
-        return pause_image::name(merged);
-    }
-    let handler = node::runtime_table(merged, node::RUNTIME)?.get(ours)?.as_table();
-    pause_image::needed(merged, release, handler.into_iter())
 }
 
 /// The line about a pause image that the node lacks. `command` repeats the last `enable`.
@@ -158,21 +150,19 @@ fn without_image(name: &str, command: &str) -> String {
 async fn test_pod(
     wanted: &Selftest,
     cri: &CriClient,
-    merged: &Table,
-    handler: &str,
+    known: &Handlers,
+    handler: &String,
     mut stop: Pin<&mut impl Future<Output = String>>,
     say: &mut dyn FnMut(String),
 ) -> Result<SelftestReport, SelftestError> {
     let (has_network, image) = prepare(wanted, cri, stop.as_mut()).await?;
     let plan = PodPlan {
-        handler: handler.to_owned(),
-        has_daemon: node::ours(merged, &wanted.subject.config)
-            .iter()
-            .any(|(name, _)| name == handler),
-        systemd_cgroup: option_of(merged, handler, "SystemdCgroup")
+        handler: handler.clone(),
+        has_daemon: known.ours.contains(handler),
+        systemd_cgroup: option_of(known, handler, "SystemdCgroup")
             .and_then(Value::as_bool)
             .unwrap_or_default(),
-        runc_root: runc_root(merged, handler),
+        runc_root: runc_root(known, handler),
         own_network: has_network && !wanted.host_network,
         image: image.clone(),
         restart: wanted.restart.clone(),
@@ -239,10 +229,9 @@ fn unique() -> Result<String, StepError> {
 /// The handler that is tested.
 fn handler(
     wanted: &Selftest,
-    merged: &Table,
+    known: &Handlers,
     containerd: &NodeContainerd,
 ) -> Result<String, SelftestError> {
-    let known = node::all(merged, &wanted.subject.config);
     match &wanted.handler {
         Some(named) if known.has(named) => Ok(named.clone()),
         Some(named) => {
@@ -262,14 +251,13 @@ fn handler(
 }
 
 /// An option of a handler's runtime.
-fn option_of<'a>(merged: &'a Table, handler: &str, name: &str) -> Option<&'a Value> {
-    let runtimes = node::runtime(merged)?.get("containerd")?.get("runtimes")?;
-    runtimes.get(handler)?.get("options")?.get(name)
+fn option_of<'a>(known: &'a Handlers, handler: &str, name: &str) -> Option<&'a Value> {
+    known.all.get(handler)?.get("options")?.get(name)
 }
 
 /// Where runc has the state of a handler's containers.
-fn runc_root(merged: &Table, handler: &str) -> PathBuf {
-    let set = option_of(merged, handler, "Root").and_then(Value::as_str);
+fn runc_root(known: &Handlers, handler: &str) -> PathBuf {
+    let set = option_of(known, handler, "Root").and_then(Value::as_str);
     set.filter(|root| !root.is_empty()).unwrap_or(RUNC_ROOT).into()
 }
 
@@ -289,6 +277,7 @@ mod tests {
     use std::path::Path;
 
     use base::config::Config;
+    use toml::Table;
 
     use super::*;
 
@@ -359,7 +348,8 @@ mod tests {
             a.options = { Root = '/r' }\nb.options = { Root = '' }\n"
             .parse()
             .unwrap();
-        let root = |handler| runc_root(&merged, handler);
+        let known = node::all(&merged, &Config::default());
+        let root = |handler| runc_root(&known, handler);
         assert_eq!(
             [root("a"), root("b"), root("c")],
             ["/r", RUNC_ROOT, RUNC_ROOT].map(PathBuf::from)

@@ -1,6 +1,6 @@
 //! containerd: its version, its socket, and whether its config names this sandboxer.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -118,7 +118,7 @@ async fn examine_config(
     }
     findings.extend(unread);
     if has_daemon.is_some() {
-        findings.extend(config_findings(&table, config));
+        findings.extend(config_findings(&table, &handlers, config));
     }
     findings.extend(shim_only::examine(&handlers).await);
     let is_asked = match answer {
@@ -132,7 +132,7 @@ async fn examine_config(
         }
         Answer::NotAsked => false,
     };
-    let ours = handlers.ours.iter().filter_map(|name| handlers.all.get(name));
+    let ours = handlers.tables(Mode::Sandboxer).map(|(_, handler)| handler);
     let image = pause_image::needed(&table, release, ours);
     if let Some(image) = image.filter(|_| is_asked) {
         let command = node.enable_command(Mode::Sandboxer);
@@ -226,17 +226,17 @@ async fn socket(path: &Path, unit: &str) -> Finding {
 }
 
 /// Examines containerd's merged config.
-fn config_findings(table: &Table, config: &Config) -> Vec<Finding> {
+fn config_findings(table: &Table, handlers: &kubelet::Handlers, config: &Config) -> Vec<Finding> {
     let mut findings = Vec::new();
     match proxy(table, config) {
         Ok(name) => {
             findings.push(Finding::ok(CONFIG, format!("proxy plugin {name:?} is this sandboxer")));
-            findings.extend(handlers(table, &name));
+            findings.extend(handler_findings(handlers, &name));
         }
         Err(finding) => findings.push(finding),
     }
     findings.extend(path_findings(table, config));
-    findings.extend(setting_findings(table, config));
+    findings.extend(setting_findings(table, handlers, config));
     findings
 }
 
@@ -321,15 +321,6 @@ fn runtimes(table: &Table) -> impl Iterator<Item = (&String, &Value)> {
     runtime_table(table, RUNTIME).into_iter().flatten()
 }
 
-/// The runtime handlers that name this sandboxer, by name.
-pub(crate) fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
-    let Ok(sandboxer) = proxy(table, config) else { return Vec::new() };
-    let named = runtimes(table).filter(|(_, handler)| {
-        handler.get("sandboxer").and_then(Value::as_str) == Some(&sandboxer)
-    });
-    named.filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone()))).collect()
-}
-
 /// A string; empty if it is missing.
 fn text(value: Option<&Value>) -> &str {
     value.and_then(Value::as_str).unwrap_or_default()
@@ -354,26 +345,41 @@ fn handler_runtimes(handlers: &kubelet::Handlers) -> Vec<HandlerRuntime> {
 pub(crate) fn all(table: &Table, config: &Config) -> kubelet::Handlers {
     let default =
         runtime(table).and_then(|cri| cri.get("containerd")?.get("default_runtime_name")?.as_str());
-    let all = runtimes(table)
-        .filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone())));
-    let ours: Vec<String> = ours(table, config).into_iter().map(|(name, _)| name).collect();
+    let all: BTreeMap<String, Table> = runtimes(table)
+        .filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone())))
+        .collect();
+    let sandboxer = proxy(table, config).ok();
+    let is_ours = |handler: &Table| {
+        let named = handler.get("sandboxer").and_then(Value::as_str);
+        named.is_some() && named == sandboxer.as_deref()
+    };
+    let ours = all.iter().filter(|(_, handler)| is_ours(handler)).map(|(name, _)| name.clone());
+    let ours: Vec<String> = ours.collect();
     kubelet::Handlers {
         default: default.unwrap_or_default().to_owned(),
-        all: all.collect(),
+        all,
         shim_only: shim_only::handlers(table, &ours),
         ours,
     }
 }
 
-/// The runtime handlers that name `sandboxer`.
-fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
-    let names = |(_, handler): &(&String, &Value)| {
-        handler.get("sandboxer").and_then(Value::as_str) == Some(sandboxer)
-    };
-    let (mut named, mut findings) = (Vec::new(), Vec::new());
-    for (name, handler) in runtimes(table).filter(names) {
-        named.push(format!("{name:?}"));
-        let runtime = handler.get("runtime_type").and_then(Value::as_str).unwrap_or_default();
+/// The findings about the runtime handlers of the sandboxer, which containerd knows by this name.
+fn handler_findings(handlers: &kubelet::Handlers, sandboxer: &str) -> Vec<Finding> {
+    if handlers.ours.is_empty() {
+        return vec![Finding::fail(
+            CONFIG,
+            format!("no runtime handler has sandboxer = \"{sandboxer}\""),
+            format!(
+                "{ENABLE}; or add: [plugins.\"{RUNTIME}\".containerd.runtimes.{NAME}] with \
+                 runtime_type = \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
+            ),
+        )];
+    }
+    let names: Vec<String> = handlers.ours.iter().map(|name| format!("{name:?}")).collect();
+    let fact = format!("runtime handlers of this sandboxer: {}", names.join(", "));
+    let mut findings = vec![Finding::ok(CONFIG, fact)];
+    for (name, handler) in handlers.tables(Mode::Sandboxer) {
+        let runtime = text(handler.get("runtime_type"));
         if let Err(reason) = check_served(runtime) {
             findings.push(Finding::fail(
                 CONFIG,
@@ -385,31 +391,10 @@ fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
         }
         if runtime.is_empty() {
             let advice = "set its runtime_type, such as \"io.containerd.runc.v2\"";
-            findings.push(Finding::fail(
-                CONFIG,
-                format!("runtime handler {name:?} has no runtime_type"),
-                advice,
-            ));
+            let fact = format!("runtime handler {name:?} has no runtime_type");
+            findings.push(Finding::fail(CONFIG, fact, advice));
         }
     }
-    if !named.is_empty() {
-        findings.insert(
-            0,
-            Finding::ok(
-                CONFIG,
-                format!("runtime handlers of this sandboxer: {}", named.join(", ")),
-            ),
-        );
-        return findings;
-    }
-    findings.push(Finding::fail(
-        CONFIG,
-        format!("no runtime handler has sandboxer = \"{sandboxer}\""),
-        format!(
-            "{ENABLE}; or add: [plugins.\"{RUNTIME}\".containerd.runtimes.{NAME}] with \
-             runtime_type = \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
-        ),
-    ));
     findings
 }
 
@@ -441,10 +426,10 @@ fn path_findings(table: &Table, config: &Config) -> Vec<Finding> {
 }
 
 /// Findings about the settings that containerd and the sandboxer share.
-fn setting_findings(table: &Table, config: &Config) -> Vec<Finding> {
+fn setting_findings(table: &Table, handlers: &kubelet::Handlers, config: &Config) -> Vec<Finding> {
     let mut findings: Vec<Finding> =
         shared::differences(table, config).iter().map(|found| differs(found.key, found)).collect();
-    findings.extend(ours(table, config).iter().filter_map(|(name, handler)| {
+    findings.extend(handlers.tables(Mode::Sandboxer).filter_map(|(name, handler)| {
         let found = shared::annotations(handler, config)?;
         Some(differs(&format!("{} of runtime handler {name:?}", found.key), &found))
     }));

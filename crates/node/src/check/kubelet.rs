@@ -43,6 +43,11 @@ impl Handlers {
         }
     }
 
+    /// The same with their settings.
+    pub(crate) fn tables(&self, mode: Mode) -> impl Iterator<Item = (&String, &Table)> {
+        self.of(mode).iter().filter_map(|name| Some((name, self.all.get(name)?)))
+    }
+
     /// Whether a handler needs this program's files.
     pub(crate) fn has(&self, name: &String) -> bool {
         Mode::ALL.iter().any(|mode| self.of(*mode).contains(name))
@@ -59,10 +64,8 @@ fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool, restart: &str
     let (by, default) = default_driver(handlers, systemd_runs);
     let driver = name(default);
     handlers
-        .ours
-        .iter()
-        .chain(&handlers.shim_only)
-        .filter_map(|name| Some((name, handlers.all.get(name)?)))
+        .tables(Mode::Sandboxer)
+        .chain(handlers.tables(Mode::ShimOnly))
         .filter(|(_, handler)| is_of_runc(handler))
         .map(|(name, handler)| {
             // A handler without options does not ask runc for systemd's cgroups.

@@ -13,8 +13,12 @@ runtime_type = "io.containerd.runc.v2"
 sandboxer = "mine"
 "#;
 
+fn findings_of(table: &Table, config: &Config) -> Vec<Finding> {
+    config_findings(table, &all(table, config), config)
+}
+
 fn checked(text: &str) -> Vec<Finding> {
-    config_findings(&toml::from_str(text).unwrap(), &Config::default())
+    findings_of(&toml::from_str(text).unwrap(), &Config::default())
 }
 
 /// The one finding that is not ok.
@@ -43,7 +47,7 @@ fn category_ranges_differ_where_pods_have_labels() {
     let table: Table = toml::from_str(&GOOD.replace("[proxy_plugins.mine]", labelled)).unwrap();
     let config = Config { enable_selinux: true, ..Config::default() };
     let findings: Vec<_> =
-        config_findings(&table, &config).into_iter().filter(|f| f.level != Level::Ok).collect();
+        findings_of(&table, &config).into_iter().filter(|f| f.level != Level::Ok).collect();
     assert_eq!(findings.len(), 1, "{findings:?}");
     assert_eq!(
         findings[0].fact,
@@ -52,7 +56,7 @@ fn category_ranges_differ_where_pods_have_labels() {
     let unlabelled: Table =
         toml::from_str(&GOOD.replace("[proxy_plugins.mine]", &labelled.replace("true", "false")))
             .unwrap();
-    assert_eq!(worst(&config_findings(&unlabelled, &Config::default())), Level::Ok);
+    assert_eq!(worst(&findings_of(&unlabelled, &Config::default())), Level::Ok);
 }
 
 #[test]
@@ -81,7 +85,7 @@ fn a_path_over_a_link_is_the_same() {
         )
     };
     let level = |at: &Path, config: &Config| {
-        worst(&config_findings(&toml::from_str(&text(at)).unwrap(), config))
+        worst(&findings_of(&toml::from_str(&text(at)).unwrap(), config))
     };
     assert_eq!(level(&real, &config), Level::Ok);
     assert_eq!(level(&link, &config), Level::Ok, "a link");
