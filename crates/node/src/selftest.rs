@@ -5,6 +5,7 @@
 //! a signal, a failure or the deadline. At the end no mount, cgroup, process, network namespace,
 //! CNI result or file with the name of the pod may exist.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::pin::{Pin, pin};
 use std::time::Duration;
@@ -16,7 +17,7 @@ use crate::check::containerd::{self as node, Mode, NodeContainerd, pause_image, 
 use crate::check::kubelet::Handlers;
 use crate::client;
 use crate::stop_signal;
-use base::error::{IoContext as _, StepError, StepErrors};
+use base::error::{IoContext as _, StepError};
 use containerd_api::cri::CriClient;
 
 mod image;
@@ -26,7 +27,6 @@ mod timed_pod;
 
 use image::PauseImage;
 use pod::PodPlan;
-use timed_pod::TimedPod;
 
 /// Where runc's shims have the state of containers, unless a handler's `Root` is set.
 const RUNC_ROOT: &str = "/run/containerd/runc";
@@ -129,7 +129,7 @@ pub async fn run(
         Ok(report) => (report.table, report.failed),
         Err(failed) => (String::new(), Some(failed)),
     };
-    let failed = after_removal(failed, removed.map_err(StepErrors::from)).err();
+    let failed = after_removal(failed, removed).err();
     Ok(SelftestReport { table, failed })
 }
 
@@ -167,12 +167,9 @@ async fn test_pod(
         image: image.clone(),
         restart: wanted.restart.clone(),
     };
-    let pod = TimedPod::run(wanted, cri, plan, stop, say).await;
-    let removed = cri.remove_image(&image).await;
-    Ok(SelftestReport {
-        table: pod.table(),
-        failed: after_removal(pod.failure(), removed.map_err(StepErrors::from)).err(),
-    })
+    let SelftestReport { table, failed } = timed_pod::run(wanted, cri, plan, stop, say).await;
+    let failed = after_removal(failed, cri.remove_image(&image).await).err();
+    Ok(SelftestReport { table, failed })
 }
 
 /// Adds the failed removal of the test's resources to the failure of the test, if it has failed.
@@ -181,7 +178,7 @@ async fn test_pod(
 /// Both, if there are.
 fn after_removal(
     failed: Option<SelftestError>,
-    removed: Result<(), StepErrors>,
+    removed: Result<(), impl Display>,
 ) -> Result<(), SelftestError> {
     let Err(steps) = removed else { return failed.map_or(Ok(()), Err) };
     let reason = failed.map(|failed| format!("{failed}; ")).unwrap_or_default();
@@ -204,7 +201,7 @@ async fn prepare(
         unless_stopped(stop, image::import(&wanted.subject.config, &image, wanted.program)).await
     {
         let removed = image::remove(&wanted.subject.config, &image).await;
-        after_removal(Some(failed), removed.map_err(StepErrors::from))?;
+        after_removal(Some(failed), removed)?;
     }
     Ok((is_ready("NetworkReady"), image))
 }
@@ -359,8 +356,8 @@ mod tests {
     #[test]
     fn an_error_of_the_removal_is_added() {
         let failed = || Some(SelftestError("no image".to_owned()));
-        let step = || StepErrors::from(StepError::new("remove image", std::io::Error::other("x")));
-        after_removal(None, Ok(())).unwrap();
+        let step = || StepError::new("remove image", std::io::Error::other("x"));
+        after_removal(None, Ok::<_, StepError>(())).unwrap();
         let error = |failed, removed| after_removal(failed, removed).unwrap_err().to_string();
         assert_eq!(error(failed(), Ok(())), "no image");
         let left = "failed to remove resources of the test: remove image: x";

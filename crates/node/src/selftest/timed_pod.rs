@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::time::{Duration, Instant};
 
 use super::pod::{PodPlan, TestPod, Timing};
-use super::{Selftest, SelftestError, after_removal, machine};
+use super::{Selftest, SelftestError, SelftestReport, after_removal, machine};
 use base::error::{StepError, StepErrors};
 use containerd_api::cri::CriClient;
 
@@ -17,78 +17,66 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum number of attempts: kubelet removes pods without an API object, such as the test pod.
 const ATTEMPTS: usize = 5;
 
-/// The outcome of the pod.
-pub(super) struct TimedPod {
-    handler: String,
-    timings: Vec<Timing>,
-    /// The step that failed, and why.
-    failed: Option<(&'static str, SelftestError)>,
+/// Runs the pod, and repeats that while another program ends it.
+pub(super) async fn run(
+    wanted: &Selftest,
+    cri: &CriClient,
+    plan: PodPlan,
+    mut stop: Pin<&mut impl Future<Output = String>>,
+    say: &mut dyn FnMut(String),
+) -> SelftestReport {
+    let handler = plan.handler.clone();
+    let mut attempt = 0;
+    loop {
+        attempt += 1;
+        let mut pod = match TestPod::new(cri.clone(), plan.clone()) {
+            Ok(pod) => pod,
+            Err(step) => return report(&handler, &[], Some(("make the pod's name", step.into()))),
+        };
+        let mut is_stopped = false;
+        let done = tokio::select! {
+            done = pod.run() => done,
+            reason = stop.as_mut() => {
+                is_stopped = true;
+                Err(SelftestError(reason))
+            }
+        };
+        let was_ended = done.is_err() && !is_stopped && pod.was_ended().await;
+        let removed = remove_until_gone(wanted, &mut pod).await;
+        if was_ended && removed.is_ok() && attempt < ATTEMPTS {
+            say(format!(
+                "another program, usually kubelet, stopped the test pod of {handler}; retrying \
+                 (attempt {} of {ATTEMPTS})",
+                attempt + 1
+            ));
+            continue;
+        }
+        let failed = after_removal(done.err(), removed).err();
+        let failed = failed.map(|reason| (pod.last_step(), reason));
+        return report(&handler, pod.timings(), failed);
+    }
 }
 
-impl TimedPod {
-    /// The pod, repeated while another program ends it.
-    pub(super) async fn run(
-        wanted: &Selftest,
-        cri: &CriClient,
-        plan: PodPlan,
-        mut stop: Pin<&mut impl Future<Output = String>>,
-        say: &mut dyn FnMut(String),
-    ) -> Self {
-        let handler = plan.handler.clone();
-        let mut attempt = 0;
-        loop {
-            attempt += 1;
-            let mut pod = match TestPod::new(cri.clone(), plan.clone()) {
-                Ok(pod) => pod,
-                Err(step) => {
-                    let failed = Some(("make the pod's name", step.into()));
-                    return Self { handler, timings: Vec::new(), failed };
-                }
-            };
-            let mut is_stopped = false;
-            let done = tokio::select! {
-                done = pod.run() => done,
-                reason = stop.as_mut() => {
-                    is_stopped = true;
-                    Err(SelftestError(reason))
-                }
-            };
-            let was_ended = done.is_err() && !is_stopped && pod.was_ended().await;
-            let removed = remove_until_gone(wanted, &mut pod).await;
-            if was_ended && removed.is_ok() && attempt < ATTEMPTS {
-                say(format!(
-                    "another program, usually kubelet, stopped the test pod of {handler}; retrying \
-                     (attempt {} of {ATTEMPTS})",
-                    attempt + 1
-                ));
-                continue;
-            }
-            let step = pod.last_step();
-            let failed = after_removal(done.err(), removed).err().map(|reason| (step, reason));
-            return Self { handler, timings: pod.timings().to_vec(), failed };
-        }
+/// The times in a table, a row for each step; and the step that failed, and why.
+fn report(
+    handler: &str,
+    timings: &[Timing],
+    failed: Option<(&str, SelftestError)>,
+) -> SelftestReport {
+    let width = handler.len().max(10);
+    let mut table = format!("{:<24}  {handler:>width$}\n", "STEP");
+    for (step, time) in timings {
+        let time = format!("{:.1} ms", time.as_secs_f64() * 1000.0);
+        table += &format!("{step:<24}  {time:>width$}\n");
     }
-
-    /// The times in a table: a row for each step.
-    pub(super) fn table(&self) -> String {
-        let width = self.handler.len().max(10);
-        let mut text = format!("{:<24}  {:>width$}\n", "STEP", self.handler);
-        for (step, time) in &self.timings {
-            let time = format!("{:.1} ms", time.as_secs_f64() * 1000.0);
-            text += &format!("{step:<24}  {time:>width$}\n");
-        }
-        match &self.failed {
-            None => text += &format!("{}: no leftover resources\n", self.handler),
-            Some((step, _)) => text += &format!("{}: failed in step {step}\n", self.handler),
-        }
-        text
-    }
-
-    /// The failure of the pod.
-    pub(super) fn failure(self) -> Option<SelftestError> {
-        let (step, reason) = self.failed?;
-        Some(SelftestError(format!("runtime handler {}, step {step}: {reason}", self.handler)))
-    }
+    table += &match &failed {
+        None => format!("{handler}: no leftover resources\n"),
+        Some((step, _)) => format!("{handler}: failed in step {step}\n"),
+    };
+    let failed = failed.map(|(step, reason)| {
+        SelftestError(format!("runtime handler {handler}, step {step}: {reason}"))
+    });
+    SelftestReport { table, failed }
 }
 
 /// Removes the pod, and waits until no resource on the machine has its name.
@@ -122,12 +110,8 @@ mod tests {
     #[test]
     fn the_table_has_a_row_for_each_step() {
         let ms = Duration::from_millis;
-        let pod = |failed| TimedPod {
-            handler: "runc-pause".to_owned(),
-            timings: vec![("a", ms(1)), ("b", ms(1500))],
-            failed,
-        };
-        let shown = pod(None).table();
+        let pod = |failed| report("runc-pause", &[("a", ms(1)), ("b", ms(1500))], failed);
+        let shown = pod(None).table;
         let lines: Vec<Vec<&str>> =
             shown.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(
@@ -136,9 +120,9 @@ mod tests {
         );
         assert!(shown.ends_with("\nrunc-pause: no leftover resources\n"), "{shown}");
         let failed = pod(Some(("b", SelftestError("no image".to_owned()))));
-        let shown = failed.table();
+        let shown = failed.table;
         assert!(shown.ends_with("\nrunc-pause: failed in step b\n"), "{shown}");
-        let failure = failed.failure().unwrap().to_string();
+        let failure = failed.failed.unwrap().to_string();
         assert_eq!(failure, "runtime handler runc-pause, step b: no image");
     }
 }
