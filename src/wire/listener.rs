@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use nix::sys::socket::{
@@ -16,8 +16,9 @@ use nix::sys::socket::{
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{Instant, sleep_until};
 
-use crate::error::{IoContext, StepError};
+use crate::error::{IoContext, StepError, gone};
 use crate::process::killed::is_killed;
+use crate::replace_file::temporary;
 
 /// The first pause after a failed accept; it doubles up to [`MAX_DELAY`].
 const MIN_DELAY: Duration = Duration::from_millis(10);
@@ -36,13 +37,8 @@ const MAX_DELAY: Duration = Duration::from_secs(1);
 /// socket.
 pub fn bind(path: &Path) -> Result<net::UnixListener, StepError> {
     refuse_taken(path)?;
-    let new = temporary_name(path);
-    match fs::remove_file(&new) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => {
-            return Err(StepError::at("remove", new, e));
-        }
-        _ => {}
-    }
+    let new = temporary(path);
+    gone(fs::remove_file(&new)).step_at("remove", &new)?;
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let fd =
         socket(AddressFamily::Unix, SockType::Stream, flags, None).step_at("make socket", path)?;
@@ -83,13 +79,6 @@ fn refuse_taken(path: &Path) -> Result<(), StepError> {
 fn is_of_killed(stream: &net::UnixStream) -> bool {
     let listener = getsockopt(stream, sockopt::PeerCredentials).map(|peer| peer.pid());
     listener.is_ok_and(|pid| is_killed(&Path::new("/proc").join(pid.to_string())))
-}
-
-/// The name under which a socket waits until it is ready.
-fn temporary_name(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".new");
-    PathBuf::from(name)
 }
 
 /// A listener that yields connections of one user.
@@ -171,6 +160,7 @@ impl Listener {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
     use std::process::{Command, Stdio};
 
     use kit::machine::freezer::Freezer;
@@ -191,7 +181,7 @@ mod tests {
         assert_eq!(refused.io().raw_os_error(), Some(libc::EADDRINUSE));
         assert!(refused.to_string().contains(path.to_str().unwrap()), "{refused}");
         drop(first);
-        fs::write(temporary_name(&path), "left by a crash").unwrap();
+        fs::write(temporary(&path), "left by a crash").unwrap();
         let _second = bind(&path).unwrap();
         net::UnixStream::connect(&path).unwrap();
     }
