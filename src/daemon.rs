@@ -195,6 +195,7 @@ async fn supervise(
     mut watchdog: Watchdog,
     settings: &ServeOptions,
 ) -> Result<(), StepError> {
+    let Signals { terminate, interrupt, hangup } = signals;
     loop {
         tokio::select! {
             ended = &mut server.task => {
@@ -202,10 +203,9 @@ async fn supervise(
                 ended.map_err(|e| StepError::new("serve", io::Error::other(e)))??;
                 return Err(StepError::new("serve", io::Error::other("the server exited")));
             }
-            signal = signals.next() => match signal {
-                SignalEvent::Stop => return Ok(()),
-                SignalEvent::Reload => reload(settings),
-            },
+            _ = terminate.recv() => return Ok(()),
+            _ = interrupt.recv() => return Ok(()),
+            _ = hangup.recv() => reload(settings),
             stalled = watchdog.tick() => {
                 // Without a service manager nothing would restart the daemon.
                 if stalled && sd_notify::watchdog_enabled().is_some() {
@@ -239,12 +239,6 @@ async fn drain(server: &mut RunningServer, signals: &mut Signals, controller: &C
     }
 }
 
-/// The request of a signal.
-enum SignalEvent {
-    Stop,
-    Reload,
-}
-
 /// The signals that the daemon handles.
 struct Signals {
     terminate: Signal,
@@ -260,15 +254,6 @@ impl Signals {
             interrupt: watch(SignalKind::interrupt())?,
             hangup: watch(SignalKind::hangup())?,
         })
-    }
-
-    /// Waits for the next signal.
-    async fn next(&mut self) -> SignalEvent {
-        tokio::select! {
-            _ = self.terminate.recv() => SignalEvent::Stop,
-            _ = self.interrupt.recv() => SignalEvent::Stop,
-            _ = self.hangup.recv() => SignalEvent::Reload,
-        }
     }
 
     /// Waits for a signal that stops the daemon.
