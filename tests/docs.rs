@@ -314,8 +314,7 @@ fn links_lead_somewhere() {
     for page in pages() {
         for (link, target, anchor) in links(&page) {
             let leads = anchor.is_empty()
-                || fs::read_to_string(&target)
-                    .is_ok_and(|text| anchors(&text).iter().any(|known| *known == anchor));
+                || fs::read_to_string(&target).is_ok_and(|text| anchors(&text).contains(&anchor));
             if !target.exists() || !leads {
                 lost.push(format!("{}: {link}", page.display()));
             }
