@@ -72,6 +72,19 @@ pub fn listening_socket(
     cookie: Option<u64>,
 ) -> Result<Option<OwnedFd>, StepError> {
     let Some(process) = ProcessHandle::open(identity.pid)? else { return Ok(None) };
+    match take_listening_socket(&process, identity, address, cookie) {
+        // Its files in `/proc` and its descriptors went with it.
+        Err(_) if sys::ended(process.pidfd.as_fd()) => Ok(None),
+        taken => taken,
+    }
+}
+
+fn take_listening_socket(
+    process: &ProcessHandle,
+    identity: &Identity,
+    address: &Path,
+    cookie: Option<u64>,
+) -> Result<Option<OwnedFd>, StepError> {
     // Checked after the pidfd is open: the pid may have been reused before.
     if !identity::matches(identity)? {
         return Ok(None);
@@ -218,6 +231,22 @@ mod tests {
         let stranger = Identity { start_time: own.start_time + 1, ..own.clone() };
         assert!(listening_socket(&stranger, &path, one).unwrap().is_none());
         drop((first, datagrams));
+    }
+
+    #[test]
+    fn a_process_that_ends_while_its_sockets_are_looked_at_has_none() {
+        let boot = identity::boot_id().unwrap();
+        for _ in 0..300 {
+            let mut child = Command::new("true").spawn().unwrap();
+            let process = identity::read_identity(child.id(), &boot).unwrap();
+            let looks = std::thread::spawn(move || {
+                while Path::new(&format!("/proc/{}", process.pid)).exists() {
+                    listening_socket(&process, Path::new("/none"), None).unwrap();
+                }
+            });
+            child.wait().unwrap();
+            looks.join().unwrap();
+        }
     }
 
     #[derive(Default)]
