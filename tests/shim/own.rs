@@ -152,9 +152,10 @@ async fn a_container_that_ends_while_containerd_is_down_keeps_its_exit(
     let ends = pod.run(ContainerSpec::sh("ends", script)).await?;
     let stays = pod.run(ContainerSpec::sleeping("stays")).await?;
     until("it runs", SOON, async || stays.sh("test -e /dev/shm/runs").await.map(drop)).await?;
-    let inside_of = inside(ends.id())?;
-    let process = inside_of.first().context("no process of the container")?;
-    let shared = format!("/proc/{}/root/dev/shm/runs", process.pid);
+    // The shell: each `sleep` ends at once.
+    let shell = inside(ends.id())?.into_iter().min_by_key(|process| process.start_time);
+    let shell = shell.context("no process of the container")?.pid;
+    let shared = format!("/proc/{shell}/root/dev/shm/runs");
     harness.node.stop_containerd().await?;
     fs::remove_file(shared)?;
     until("it has ended", SOON, async || none(&inside(ends.id())?)).await?;
