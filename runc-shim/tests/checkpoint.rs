@@ -37,7 +37,9 @@ fn criu_works() -> bool {
 /// The parent image of a checkpoint, relative to it, which the stand-in expects.
 const PARENT: &str = "../before";
 
-/// A runtime that kills instead of writing a checkpoint, and begins anew instead of restoring.
+/// A runtime that kills instead of writing a checkpoint, and begins anew instead of restoring. By
+/// `create` and `start`: with `crun run --detach` a process between the runtime and the container
+/// may exit after the command, so that the container is no child of the shim yet.
 fn stand_in_of_criu(pod: &Pod) -> Container {
     let path = pod.path("stand-in");
     let runtime = pod::runtime().display().to_string();
@@ -52,7 +54,7 @@ fn stand_in_of_criu(pod: &Pod) -> Container {
          restore)\n\
          while test $# -gt 1; do case $1 in --pid-file) file=$2;; --bundle) bundle=$2;; \
          --image-path) test -d $2 || exit 1;; esac; shift; done\n\
-         runtime run --detach --pid-file $file --bundle $bundle $1;;\n\
+         runtime create --pid-file $file --bundle $bundle $1 && runtime start $1;;\n\
          *) runtime \"$@\";;\n\
          esac"
     );
