@@ -211,11 +211,11 @@ fn cgroups_are_removed_however_deep_they_are_nested() {
     }
     let mut pod = Pod::new();
     let pid = pod.run("a", "exec sleep 1000", &Container::default());
-    let cgroups = nest_cgroups(pid, 1500);
+    let cgroups = nest_cgroups(pid, 700);
     pod.end("a");
     assert!(cgroups.iter().all(|cgroup| !exists(cgroup)), "{cgroups:?}");
     let pid = pod.run("b", "exec sleep 1000", &Container::default());
-    let cgroups = nest_cgroups(pid, 1500);
+    let cgroups = nest_cgroups(pid, 700);
     pod::signal(&pod.shim, libc::SIGKILL);
     pod.shim.wait().unwrap();
     pod.delete_after_shim("b");
