@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use containerd_shim_protos::api::{ConnectRequest, ConnectResponse, Empty, ShutdownRequest};
+use containerd_shim_protos::api::{ConnectRequest, ShutdownRequest};
 use protobuf::Message;
 use ttrpc::asynchronous::Client;
 use ttrpc::proto::Request;
@@ -20,8 +20,6 @@ const VERSION_2: &str = "containerd.task.v2.Task";
 /// Why a call has no answer.
 #[derive(Debug)]
 pub enum TaskError {
-    /// The shim has answered that there is no such task, or that it has ended.
-    NotFound(StepError),
     /// The shim has refused.
     Refused(StepError),
     /// There was no answer: the connection is gone, or it took too long. What the shim has done is
@@ -33,29 +31,31 @@ impl TaskError {
     /// The failed step.
     pub fn step(self) -> StepError {
         match self {
-            Self::NotFound(step) | Self::Refused(step) | Self::Lost(step) => step,
+            Self::Refused(step) | Self::Lost(step) => step,
         }
     }
 }
 
-/// Calls a method of one of the shim's services.
-async fn send_request<A: Message, B: Message>(
+/// Calls a method of one of the shim's services. The content of the answer is not needed.
+async fn send_request(
     client: &Client,
     service: &str,
     method: &str,
-    request: &A,
+    payload: Vec<u8>,
     within: Duration,
-) -> Result<B, Error> {
-    let broken = |e: protobuf::Error| Error::Others(e.to_string());
+) -> Result<(), Error> {
     let call = Request {
         service: service.to_owned(),
         method: method.to_owned(),
-        payload: request.write_to_bytes().map_err(broken)?,
+        payload,
         timeout_nano: i64::try_from(within.as_nanos()).unwrap_or(i64::MAX),
         ..Default::default()
     };
-    let answer = client.request(call).await?;
-    B::parse_from_bytes(&answer.payload).map_err(broken)
+    client.request(call).await.map(drop)
+}
+
+fn encode(request: &impl Message) -> Result<Vec<u8>, Error> {
+    request.write_to_bytes().map_err(|e| Error::Others(e.to_string()))
 }
 
 fn failure(what: &'static str, socket: &Path, e: &Error) -> TaskError {
@@ -63,7 +63,6 @@ fn failure(what: &'static str, socket: &Path, e: &Error) -> TaskError {
         Error::RpcStatus(status) => {
             let step = StepError::at(what, socket, io::Error::other(status.message.clone()));
             match status.code() {
-                Code::NOT_FOUND => TaskError::NotFound(step),
                 Code::DEADLINE_EXCEEDED => TaskError::Lost(step),
                 _ => TaskError::Refused(step),
             }
@@ -80,9 +79,9 @@ pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), 
     let call = async {
         let client = connect(socket).await?;
         let request = ShutdownRequest { id: id.to_owned(), now: true, ..Default::default() };
-        let shut_down = async |service| {
-            send_request::<_, Empty>(&client, service, "Shutdown", &request, within).await.map(drop)
-        };
+        let payload = encode(&request)?;
+        let shut_down =
+            |service| send_request(&client, service, "Shutdown", payload.clone(), within);
         match shut_down(VERSION_3).await {
             Err(Error::RpcStatus(status)) if status.code() == Code::UNIMPLEMENTED => {
                 shut_down(VERSION_2).await
@@ -119,16 +118,10 @@ pub async fn set_pause(
         let client = connect(socket).await?;
         let named =
             serde_json::json!({ "id": id, "pid": pause.pid, "start_time": pause.start_time });
-        let call = Request {
-            service: OWN_SERVICE.to_owned(),
-            method: "SetPause".to_owned(),
-            payload: named.to_string().into_bytes(),
-            timeout_nano: i64::try_from(within.as_nanos()).unwrap_or(i64::MAX),
-            ..Default::default()
-        };
-        match client.request(call).await {
+        let payload = named.to_string().into_bytes();
+        match send_request(&client, OWN_SERVICE, "SetPause", payload, within).await {
             Err(Error::RpcStatus(status)) if status.code() == Code::UNIMPLEMENTED => Ok(false),
-            other => other.map(|_| true),
+            other => other.map(|()| true),
         }
     };
     match within_time("set pause process of the shim", socket, within, call).await {
@@ -146,11 +139,9 @@ pub async fn probe(socket: &Path, id: &str, within: Duration) -> Result<(), Step
     let call = async {
         let client = connect(socket).await?;
         let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
-        match send_request::<_, ConnectResponse>(&client, VERSION_3, "Connect", &request, within)
-            .await
-        {
-            Err(Error::RpcStatus(_)) | Ok(_) => Ok(()),
-            Err(e) => Err(e),
+        match send_request(&client, VERSION_3, "Connect", encode(&request)?, within).await {
+            Err(Error::RpcStatus(_)) => Ok(()),
+            other => other,
         }
     };
     within_time("ask shim", socket, within, call).await.map_err(TaskError::step)
