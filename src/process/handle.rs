@@ -57,7 +57,7 @@ impl ProcessHandle {
 /// The cookie of a socket, unique until the next boot (`SO_COOKIE`): a socket of
 /// another mount namespace may be bound to the same path. `None` where the kernel does not say.
 pub fn socket_cookie(socket: BorrowedFd<'_>) -> Option<u64> {
-    sys::socket_cookie(socket).ok()
+    rustix::net::sockopt::socket_cookie(socket).ok()
 }
 
 /// A descriptor of our own for the socket of a process that listens at `address`, as the socket

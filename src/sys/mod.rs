@@ -156,26 +156,6 @@ pub(crate) fn reap(pidfd: BorrowedFd<'_>, block: bool) -> Result<Option<End>> {
     }))
 }
 
-/// `SO_COOKIE` of getsockopt(2): what names a socket until the next boot.
-pub(crate) fn socket_cookie(socket: BorrowedFd<'_>) -> Result<u64> {
-    let (mut cookie, mut length) = (0_u64, size_of::<u64>() as libc::socklen_t);
-    // SAFETY: the kernel writes at most `length` bytes, the size of the word, and the length.
-    unsafe {
-        syscall(
-            libc::SYS_getsockopt,
-            [
-                socket.as_raw_fd() as usize,
-                libc::SOL_SOCKET as usize,
-                libc::SO_COOKIE as usize,
-                &raw mut cookie as usize,
-                &raw mut length as usize,
-                0,
-            ],
-        )
-    }?;
-    Ok(cookie)
-}
-
 /// Registers a descriptor with the runtime. A pidfd is readable when its process has ended, a
 /// listening socket when a connection waits.
 ///
