@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use process_identity::is_no_such_process;
+
 use super::Runtime;
 use crate::cgroup::mounts::Mounted;
 use crate::error::{IoContext as _, StepError};
@@ -51,9 +53,7 @@ pub fn join_cgroup(pid: u32, runtime: &Runtime) -> Result<(), StepError> {
 /// A shim that has ended meanwhile is seen elsewhere.
 fn ended(result: io::Result<()>) -> io::Result<()> {
     match result {
-        Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH) => {
-            Ok(())
-        }
+        Err(e) if is_no_such_process(&e) => Ok(()),
         other => other,
     }
 }

@@ -176,22 +176,14 @@ impl PodShim {
         let process = launched.inspect_err(|_| self.clear_record())?;
         // Recorded last: what a killed daemon has not done is done for a shim that is still on
         // record as being launched.
-        let recorded = self.set_up_and_record(&*process, handle::socket_cookie(socket));
+        let cookie = handle::socket_cookie(socket);
+        let recorded = self.place(&*process).and_then(|()| self.record_running(&*process, cookie));
         log::debug!(sandbox = self.id(), pid = process.identity().pid;
             "shim launched: {}", program.path().display());
         Ok((RunningShim { process, _log: Some(log) }, recorded))
     }
 
-    /// Does what containerd's own shims do for themselves in their `start`, and records the shim.
-    fn set_up_and_record(
-        &self,
-        process: &dyn Process,
-        socket: Option<u64>,
-    ) -> Result<(), StepError> {
-        self.place(process)?;
-        self.record_running(process, socket)
-    }
-
+    /// Does what containerd's own shims do for themselves in their `start`.
     fn place(&self, process: &dyn Process) -> Result<(), StepError> {
         let pid = process.identity().pid;
         placement::raise_oom_score(pid, self.inheritance().oom_score_adj)?;

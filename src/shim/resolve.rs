@@ -23,7 +23,7 @@ pub fn find_binary(runtime: &str, inheritance: &Inheritance) -> Result<PathBuf, 
     let path = inheritance.path();
     let listed = std::env::split_paths(&path).filter(|dir| dir.is_absolute());
     let mut files = listed.chain(inheritance.parent_directory.clone()).map(|dir| dir.join(&name));
-    files.find(|file| executable(file)).ok_or_else(|| {
+    files.find(|file| check(file).is_ok()).ok_or_else(|| {
         let path = path.display();
         let reason = format!("{name} not found in PATH ({path}) or next to the containerd binary");
         StepError::at(FIND, runtime, io::Error::new(io::ErrorKind::NotFound, reason))
@@ -55,10 +55,6 @@ pub(super) fn name(runtime: &str) -> io::Result<String> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     }
     Ok(format!("containerd-shim-{kind}-{version}"))
-}
-
-fn executable(file: &Path) -> bool {
-    check(file).is_ok()
 }
 
 #[cfg(test)]
