@@ -107,27 +107,6 @@ impl Prepared {
     }
 }
 
-/// The destination of the output.
-enum Output<'a> {
-    Path(&'a str),
-    File(String),
-    Program(logger::Program),
-}
-
-fn output(stdout: &str) -> Result<Output<'_>, Error> {
-    match stdout.split_once("://") {
-        None => Ok(Output::Path(stdout)),
-        Some(("fifo", path)) => Ok(Output::Path(path)),
-        Some(("file", rest)) => Ok(Output::File(file_path(rest)?)),
-        Some(("binary", rest)) => Ok(Output::Program(logger::Program::parse(rest, false)?)),
-        Some(("binary-v2", rest)) => Ok(Output::Program(logger::Program::parse(rest, true)?)),
-        Some((scheme, _)) => {
-            let message = format!("unknown STDIO scheme {scheme}");
-            Err(Error::new(Code::INVALID_ARGUMENT, message))
-        }
-    }
-}
-
 /// The path of a `file://` URI, decoded as in containerd (`url.Parse`).
 fn file_path(rest: &str) -> Result<String, Error> {
     let (path, _) = logger::path_and_query(rest)?;
@@ -143,13 +122,16 @@ pub fn prepare(stdio: &Stdio, owner: Owner, id: &str, namespace: &str) -> Result
     }
     // A terminal has no standard error.
     let err = if stdio.terminal { "" } else { &stdio.stderr };
-    let (out, err) = match output(&stdio.stdout)? {
-        Output::Path(path) => (sink(path)?, sink(err)?),
-        Output::File(path) => {
+    let (scheme, rest) = stdio.stdout.split_once("://").unwrap_or(("fifo", &stdio.stdout));
+    let (out, err) = match scheme {
+        "fifo" => (sink(rest)?, sink(err)?),
+        "file" => {
+            let path = file_path(rest)?;
             make_file(&path)?;
             (sink(&path)?, if err.is_empty() { None } else { sink(&path)? })
         }
-        Output::Program(program) => {
+        "binary" | "binary-v2" => {
+            let program = logger::Program::parse(rest, scheme == "binary-v2")?;
             let (stdout, stderr) = (pipe(owner)?, pipe(owner)?);
             let started = program.start(id, namespace, stdout.0.as_fd(), stderr.0.as_fd())?;
             prepared.logger = Some(started);
@@ -158,6 +140,10 @@ pub fn prepare(stdio: &Stdio, owner: Owner, id: &str, namespace: &str) -> Result
                 return Ok(prepared);
             }
             (Some(End::Output(stdout.1, None)), None)
+        }
+        _ => {
+            let message = format!("unknown STDIO scheme {scheme}");
+            return Err(Error::new(Code::INVALID_ARGUMENT, message));
         }
     };
     let mut input = None;
