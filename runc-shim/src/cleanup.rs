@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use process_identity::device_and_inode;
+use process_identity::{device_and_inode, works_in};
 use protobuf::Message as _;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
@@ -126,20 +126,12 @@ fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
 /// working directory is the bundle, which no process of a container can enter, and it has the
 /// arguments.
 fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
-    let file = |name: &str| PathBuf::from(format!("/proc/{pid}/{name}"));
-    // The name first, which the kernel knows: an access to the directory itself may block on the
-    // file system of an unrelated process.
-    let works = std::fs::read_link(file("cwd")).ok();
-    if works.as_deref().and_then(Path::file_name) != bundle.file_name() {
-        return false;
-    }
-    let is_bundle = device_and_inode(&file("cwd"))
-        .is_ok_and(|works| device_and_inode(bundle).is_ok_and(|bundle| works == bundle));
-    if !is_bundle {
+    let is_there = |place| works_in(pid.unsigned_abs(), bundle.file_name(), place);
+    if !device_and_inode(bundle).is_ok_and(is_there) {
         return false;
     }
     // A process that has exited has no arguments.
-    let line = std::fs::read(file("cmdline")).unwrap_or_default();
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let has = |wanted: &str| line.split(|byte| *byte == 0).any(|word| word == wanted.as_bytes());
     // The action is the last word: an id or a namespace may be the same.
     let action = line.split(|byte| *byte == 0).rfind(|word| !word.is_empty());

@@ -10,12 +10,10 @@
 //! child has the pid that the runtime gives, the process has exited and was reaped.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::os::fd::OwnedFd;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use process_identity::Stat;
 use protobuf::well_known_types::timestamp::Timestamp;
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, WaitOptions};
 
 use crate::process_key::ProcessKey;
@@ -145,14 +143,6 @@ pub fn exit_of_child(pid: i32) -> Option<Exit> {
 /// Reaps a child that has exited.
 pub fn reap(pid: i32) {
     let _ = rustix::process::waitpid(Pid::from_raw(pid), WaitOptions::NOHANG);
-}
-
-/// Whether the process of a pidfd has exited, reaped or not.
-pub fn has_ended(process: &OwnedFd) -> bool {
-    let mut poll = [PollFd::new(process, PollFlags::IN)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // An error does not mean that the process has exited.
-    rustix::event::poll(&mut poll, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 /// Whether the pid is that of a child that was not reaped yet.

@@ -20,7 +20,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use process_identity::device_and_inode;
+use process_identity::{device_and_inode, has_ended};
 use rustix::fs::{MemfdFlags, XattrFlags, fsetxattr, memfd_create};
 
 use super::binary::Kept;
@@ -170,7 +170,7 @@ fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<Mar
         return None;
     }
     let id = id(pid, remaining)?;
-    (!sys::ended(pidfd.as_fd())).then_some(MarkedProcess { id, pid, pidfd })
+    (!has_ended(&pidfd)).then_some(MarkedProcess { id, pid, pidfd })
 }
 
 /// The second word of the command line. Empty where there is none.
@@ -226,7 +226,7 @@ impl MarkedProcess {
     /// # Errors
     /// It does not end in time.
     pub(super) fn ended(&self, until: Instant) -> Result<(), StepError> {
-        poll_until(until, || sys::ended(self.pidfd.as_fd())).map_err(|e| {
+        poll_until(until, || has_ended(&self.pidfd)).map_err(|e| {
             StepError::at(
                 "wait for exit of pause process without a record",
                 format!("/proc/{}", self.pid),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Waker};
 
 use nix::sys::socket::{SockType, UnixAddr, getsockname, getsockopt, sockopt};
-use process_identity::{is_no_such_process, namespace_error};
+use process_identity::{has_ended, is_no_such_process, namespace_error};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use tokio::io::unix::AsyncFd;
 
@@ -74,7 +74,7 @@ pub fn listening_socket(
     let Some(process) = ProcessHandle::open(identity.pid)? else { return Ok(None) };
     match take_listening_socket(&process, identity, address, cookie) {
         // Its files in `/proc` and its descriptors went with it.
-        Err(_) if sys::ended(process.pidfd.as_fd()) => Ok(None),
+        Err(_) if has_ended(&process.pidfd) => Ok(None),
         taken => taken,
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use process_identity::{Stat, is_no_such_process};
+use process_identity::{Stat, has_ended, is_no_such_process};
 use tokio::io::unix::AsyncFd;
 
 use super::deadline;
@@ -90,7 +90,7 @@ impl Process for PidfdProcess {
 
     fn thaw(&self) -> Result<(), StepError> {
         let Some(freezer) = &self.common.freezer else { return Ok(()) };
-        let lives = || !sys::ended(self.pidfd.as_fd());
+        let lives = || !has_ended(&self.pidfd);
         deadline::thaw_if_frozen(freezer, self.identity.pid, lives).step("thaw the killed process")
     }
 
@@ -156,7 +156,7 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Reaper
         // It ended in between: the pidfd may tell how it ended, but nothing any more whether it was
         // the recorded one. A living process is hidden (proc(5) hidepid), and may be the recorded
         // one.
-        Err(e) if is_no_such_process(e.io()) && sys::ended(pidfd.as_fd()) => dead,
+        Err(e) if is_no_such_process(e.io()) && has_ended(&pidfd) => dead,
         Err(e) => Adoption::Unknown(e),
     }
 }
@@ -169,7 +169,7 @@ fn exit_status(pidfd: std::os::fd::BorrowedFd<'_>, identity: &Identity) -> Optio
         // The process is no child, or is reaped elsewhere.
         Err(_) => {}
     }
-    if !sys::ended(pidfd) {
+    if !has_ended(pidfd) {
         return None;
     }
     // The pidfd tells after the reap, /proc before; the reap may come between the two questions.

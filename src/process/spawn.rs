@@ -1,7 +1,7 @@
 //! Processes of the node other than pause processes, shims, that outlive the daemon: launched with
 //! nothing of the daemon's but one socket, and found again by what names them.
 
-use std::ffi::{CStr, CString, OsStr, OsString, c_int};
+use std::ffi::{CStr, CString, OsString, c_int};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::deadline::{Cloned, Deadline};
-use process_identity::{device_and_inode, is_no_such_process};
+use process_identity::{has_ended, is_no_such_process, works_in};
 use rustix::process::getpid;
 use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 
@@ -187,8 +187,7 @@ impl Launcher {
                 // Hidden from the daemon (proc(5) hidepid), but there. One whose first thread has
                 // ended has a directory still.
                 Ok(Ok(pidfd))
-                    if !sys::ended(pidfd.as_fd())
-                        && !Path::new(&format!("/proc/{pid}")).exists() =>
+                    if !has_ended(&pidfd) && !Path::new(&format!("/proc/{pid}")).exists() =>
                 {
                     Err(e)
                 }
@@ -248,15 +247,6 @@ impl Launcher {
             std::thread::sleep(EXEC_RETRY_DELAY);
         }
     }
-}
-
-/// Whether the process works in the directory that has this name and this device and inode: its
-/// path may lead through links. A process that has ended meanwhile does not.
-fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
-    let link = format!("/proc/{pid}/cwd");
-    // The name first: that asks no file system of another user.
-    std::fs::read_link(&link).is_ok_and(|cwd| cwd.file_name() == name)
-        && device_and_inode(Path::new(&link)).is_ok_and(|at| at == place)
 }
 
 /// The arguments of a process behind its name, as far as they matter for a comparison with some

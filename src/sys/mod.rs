@@ -14,7 +14,6 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use libc::c_long;
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{CWD, Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 use rustix::thread::UnshareFlags;
@@ -165,13 +164,6 @@ pub(crate) fn watch(file: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
     // SAFETY: the AsyncFd shares the descriptor's ownership, and an OwnedFd behind an Arc can be
     // neither closed nor replaced.
     Ok(unsafe { AsyncFd::register_with_interest(file, Interest::READABLE) }?)
-}
-
-/// Whether a process has ended, also one that is no child.
-pub(crate) fn ended(pidfd: BorrowedFd<'_>) -> bool {
-    let mut poll = [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    rustix::event::poll(&mut poll, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 /// `struct pidfd_info` of Linux 6.13 (`<linux/pidfd.h>`), its first published size.

@@ -2,11 +2,14 @@
 //! it signals a process that an earlier daemon started; `runc-shim` compares it for the pause
 //! process, its children and commands of the runtime.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 /// The fields of `/proc/PID/stat` that matter here (proc_pid_stat(5)).
@@ -99,6 +102,25 @@ pub fn namespace_error(pid: u32, e: io::Error) -> io::Error {
 pub fn device_and_inode(path: &Path) -> io::Result<(u64, u64)> {
     let about = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO)?;
     Ok((libc::makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino))
+}
+
+/// Whether the process works in the directory with this name, device and inode: its path may lead
+/// through links. A process that has exited does not.
+#[must_use]
+pub fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
+    let link = format!("/proc/{pid}/cwd");
+    // The name first, which the kernel knows: an access to the directory itself may block on the
+    // file system of an unrelated process.
+    fs::read_link(&link).is_ok_and(|works| works.file_name() == name)
+        && device_and_inode(Path::new(&link)).is_ok_and(|works| works == place)
+}
+
+/// Whether the process of a pidfd has exited, reaped or not, also one that is no child.
+#[must_use]
+pub fn has_ended(process: impl AsFd) -> bool {
+    let mut polled = [PollFd::new(&process, PollFlags::IN)];
+    // An error does not mean that the process has exited.
+    poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
 /// The error means that the process does not exist any more.

@@ -3,9 +3,10 @@
 
 use std::os::fd::OwnedFd;
 
+use process_identity::has_ended;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::exits::{self, has_ended, stat};
+use crate::exits::{self, stat};
 use crate::sys;
 
 /// Maximum number of searches. Each one finds processes that were started before their parent was

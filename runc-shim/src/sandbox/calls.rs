@@ -2,11 +2,12 @@
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::types::task::Status;
+use process_identity::has_ended;
 
 use super::{Sandbox, Stage};
 use crate::container::create_event;
 use crate::error::{Code, Error};
-use crate::exits::{Exit, UNKNOWN, has_ended};
+use crate::exits::{Exit, UNKNOWN};
 use crate::process_key::ProcessKey;
 use crate::services::Services;
 use crate::ttrpc::events;
@@ -87,7 +88,7 @@ impl Sandbox {
     /// Handles the exit of the pause process, if it has exited.
     pub fn process_ready(&mut self, services: &mut Services) {
         // Dropping the pidfd closes it and so removes it from epoll.
-        let Some(process) = self.process.take_if(|process| has_ended(process)) else { return };
+        let Some(process) = self.process.take_if(|process| has_ended(&*process)) else { return };
         drop(process);
         let exit = Exit::now(UNKNOWN);
         self.exit = Some(exit);

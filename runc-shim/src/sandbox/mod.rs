@@ -16,12 +16,13 @@ use std::os::fd::OwnedFd;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::types::task::{ProcessInfo, Status};
+use process_identity::has_ended;
 use rustix::event::epoll::EventFlags;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::cgroup::Cgroup;
 use crate::error::{Code, Context as _, Error};
-use crate::exits::{Exit, has_ended, start_time};
+use crate::exits::{Exit, start_time};
 use crate::process::Waiters;
 use crate::reactor::{Reactor, Source};
 use crate::ttrpc::pause_process::PauseProcess;
