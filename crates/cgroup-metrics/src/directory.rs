@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::Error;
 
@@ -135,9 +135,4 @@ pub fn rdma_devices(text: &str) -> impl Iterator<Item = (String, u32, u32)> {
 /// Key and value of words such as `rbytes=90112`.
 pub fn keyed<'a>(words: impl Iterator<Item = &'a str>) -> impl Iterator<Item = (&'a str, &'a str)> {
     words.filter_map(|word| word.split_once('='))
-}
-
-/// Path below the root of a hierarchy of version 1.
-pub fn of_controller(root: &Path, controller: &str, cgroup: &Path) -> PathBuf {
-    root.join(controller).join(cgroup)
 }

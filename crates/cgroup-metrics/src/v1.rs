@@ -10,7 +10,7 @@ use containerd_shim_protos::cgroups::metrics::{
 };
 use protobuf::MessageField;
 
-use crate::directory::{Directory, of_controller, rdma_devices};
+use crate::directory::{Directory, rdma_devices};
 use crate::{Error, huge_page_sizes, missing};
 
 const NANOSECONDS: u64 = 1_000_000_000;
@@ -20,7 +20,7 @@ const NANOSECONDS: u64 = 1_000_000_000;
 /// # Errors
 /// The failed step; where no controller knows the cgroup, that.
 pub fn read(root: &Path, cgroup: &Path) -> Result<Metrics, Error> {
-    read_at(|controller| Some(of_controller(root, controller, cgroup)))?
+    read_at(|controller| Some(root.join(controller).join(cgroup)))?
         .ok_or_else(|| missing(&root.join(cgroup)))
 }
 
