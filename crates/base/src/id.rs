@@ -68,12 +68,6 @@ impl Borrow<str> for SandboxId {
     }
 }
 
-impl AsRef<str> for SandboxId {
-    fn as_ref(&self) -> &str {
-        &self.0
-    }
-}
-
 impl TryFrom<&str> for SandboxId {
     type Error = InvalidId;
 
