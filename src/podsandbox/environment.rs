@@ -67,18 +67,8 @@ impl Environment {
         own_shim: Option<OwnShim>,
     ) -> Result<Self, StepError> {
         let layout = Arc::new(Layout::new(&config));
-        let set = config.shim_env.iter().map(|v| (v.name.clone(), v.value.clone()));
-        let settings = shim::ShimSettings {
-            containerd_address: config.containerd_address.clone(),
-            containerd_state: config.containerd_state.clone(),
-            state_dir: config.state_dir.clone(),
-            sandboxes: layout.records.clone(),
-            own,
-            environment: set.collect(),
-            volatile_rootfs: config.volatile_rootfs,
-            limits: config.container_limits.clone(),
-            own_shim,
-        };
+        let config = Arc::new(config);
+        let settings = shim::ShimSettings { config: Arc::clone(&config), own, own_shim };
         let shims = Arc::new(Shims::new(settings)?);
         let mounts = Arc::new(Mounts::new(
             config.containerd_address.clone(),
@@ -86,7 +76,6 @@ impl Environment {
         ));
         let store = GrpcEndpoint::new(&config.containerd_address, CONTAINERD_NAMESPACE);
         let containers = Containers::new(store, &config.state_dir);
-        let config = Arc::new(config);
         let (selinux, telemetry) = (Selinux::default(), Arc::default());
         Ok(Self { config, driver, containers, shims, layout, mounts, selinux, telemetry })
     }

@@ -57,7 +57,7 @@ fn environment(
 ) -> BTreeMap<OsString, OsString> {
     let protocol = [
         ("TTRPC_ADDRESS", settings.containerd_ttrpc()),
-        ("GRPC_ADDRESS", settings.containerd_address.display().to_string()),
+        ("GRPC_ADDRESS", settings.config.containerd_address.display().to_string()),
         ("NAMESPACE", CONTAINERD_NAMESPACE.to_owned()),
         ("MAX_SHIM_VERSION", "2".to_owned()),
         ("GOMAXPROCS", threads.to_owned()),
@@ -65,8 +65,8 @@ fn environment(
     let mut environment: BTreeMap<OsString, OsString> = inheritance.variables().collect();
     environment.retain(|name, _| OWN.iter().all(|own| name != own));
     environment.extend(protocol.map(|(name, value)| (name.into(), value.into())));
-    environment
-        .extend(settings.environment.iter().map(|(name, value)| (name.into(), value.into())));
+    let set = settings.config.shim_env.iter();
+    environment.extend(set.map(|set| (set.name.clone().into(), set.value.clone().into())));
     environment
 }
 
@@ -82,7 +82,7 @@ pub fn has_core_domain(environment: &[OsString]) -> bool {
 
 /// The arguments of a shim's server for group `id`.
 pub fn server_arguments(settings: &ShimSettings, id: &str) -> Vec<OsString> {
-    let address = settings.containerd_address.as_os_str().to_owned();
+    let address = settings.config.containerd_address.as_os_str().to_owned();
     vec![
         "-namespace".into(),
         CONTAINERD_NAMESPACE.into(),
@@ -103,10 +103,10 @@ pub fn server_environment(
 ) -> Vec<OsString> {
     const SERVICE: &str = "OTEL_SERVICE_NAME";
     let mut environment = environment(settings, inheritance, "4");
-    if !settings.environment.contains_key(SERVICE) {
+    if settings.config.shim_env.iter().all(|set| set.name != SERVICE) {
         environment.insert(SERVICE.into(), format!("containerd-shim-{id}").into());
     }
-    if own.is_some() && settings.volatile_rootfs {
+    if own.is_some() && settings.config.volatile_rootfs {
         environment.insert(VOLATILE_ROOTFS.into(), "1".into());
     }
     let join = |(mut name, value): (OsString, OsString)| {
@@ -130,7 +130,7 @@ pub async fn delete(
     let mut command = Command::new(binary);
     command
         .args(["-namespace", CONTAINERD_NAMESPACE, "-address"])
-        .arg(&settings.containerd_address)
+        .arg(&settings.config.containerd_address)
         .args(["-publish-binary", "containerd", "-id", id, "-bundle"])
         .arg(bundle)
         .arg("delete")
@@ -206,23 +206,22 @@ async fn read_pipe(pipe: Option<impl tokio::io::AsyncRead + Unpin>) -> io::Resul
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::config::{Config, Variable};
 
     #[test]
     fn set_variables_override_all_others_and_occur_once() {
-        let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        let settings = |variables: &[(String, String)]| ShimSettings {
-            containerd_address: "/c.sock".into(),
-            containerd_state: "/state".into(),
-            state_dir: "/own".into(),
-            sandboxes: "/own/sandboxes".into(),
-            own: Inheritance::read("self").unwrap(),
-            environment: variables.iter().cloned().collect(),
-            volatile_rootfs: true,
-            limits: Vec::new(),
-            own_shim: None,
+        let set =
+            |name: &str, value: &str| Variable { name: name.to_owned(), value: value.to_owned() };
+        let settings = |variables: &[Variable]| {
+            let config =
+                Config { shim_env: variables.to_vec(), volatile_rootfs: true, ..Config::default() };
+            let own = Inheritance::read("self").unwrap();
+            ShimSettings { config: Arc::new(config), own, own_shim: None }
         };
-        let server = |variables: &[(String, String)]| {
+        let server = |variables: &[Variable]| {
             let own = Inheritance::read("self").unwrap();
             server_environment(&settings(variables), &own, "pod", None)
         };

@@ -21,7 +21,7 @@ pub mod resolve;
 mod runtime;
 mod task;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt as _;
@@ -32,7 +32,7 @@ use std::time::Instant;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Notify;
 
-use crate::config::{CONTAINERD_NAMESPACE, ContainerLimit};
+use crate::config::{CONTAINERD_NAMESPACE, Config};
 use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::process::handle::NamespaceHandle;
 use crate::process::inheritance::Inheritance;
@@ -53,22 +53,10 @@ pub const TASK_VERSION: u32 = 3;
 /// The settings that all shims of a daemon share.
 #[derive(Debug)]
 pub struct ShimSettings {
-    /// containerd's gRPC socket.
-    pub containerd_address: PathBuf,
-    /// containerd's `state`.
-    pub containerd_state: PathBuf,
-    /// The daemon's own directory.
-    pub state_dir: PathBuf,
-    /// Directory of the sandboxes' own directories.
-    pub sandboxes: PathBuf,
+    /// The daemon's settings.
+    pub config: Arc<Config>,
     /// The attributes that the daemon was started with.
     pub own: Inheritance,
-    /// Variables that an operator has set for shims.
-    pub environment: BTreeMap<String, String>,
-    /// The own shim mounts root file systems with the option `volatile`.
-    pub volatile_rootfs: bool,
-    /// Limits of containers that an operator has set.
-    pub limits: Vec<ContainerLimit>,
     /// This project's own shim, if it can be used.
     pub own_shim: Option<OwnShim>,
 }
@@ -76,12 +64,13 @@ pub struct ShimSettings {
 impl ShimSettings {
     /// containerd's ttrpc socket, to which shims publish events.
     fn containerd_ttrpc(&self) -> String {
-        format!("{}.ttrpc", self.containerd_address.display())
+        format!("{}.ttrpc", self.config.containerd_address.display())
     }
 
     /// Where containerd has the bundles of its tasks.
     fn tasks(&self) -> PathBuf {
-        self.containerd_state.join("io.containerd.runtime.v2.task").join(CONTAINERD_NAMESPACE)
+        let state = &self.config.containerd_state;
+        state.join("io.containerd.runtime.v2.task").join(CONTAINERD_NAMESPACE)
     }
 
     /// The socket of a pod's endpoint. Its name is a hash: an id under a long directory would not
@@ -90,7 +79,7 @@ impl ShimSettings {
         let digest = Sha256::digest(id.as_bytes());
         let hex: String =
             digest.iter().take(SOCKET_NAME / 2).map(|byte| format!("{byte:02x}")).collect();
-        self.state_dir.join(SOCKETS).join(hex)
+        self.config.state_dir.join(SOCKETS).join(hex)
     }
 }
 
@@ -125,9 +114,9 @@ impl Shims {
         Ok(Self {
             launcher: Launcher::new()?,
             containerd: Containerd::new(
-                settings.containerd_address.clone(),
+                settings.config.containerd_address.clone(),
                 settings.own.clone(),
-                settings.limits.clone(),
+                settings.config.container_limits.clone(),
             ),
             settings,
             runtimes: Runtimes::default(),
@@ -143,7 +132,7 @@ impl Shims {
     /// # Errors
     /// Every step that failed; the others were done all the same.
     pub fn remove_strays(&self, sandboxes: &[&str], until: Instant) -> Result<(), StepErrors> {
-        let dir = self.settings.state_dir.join(SOCKETS);
+        let dir = self.settings.config.state_dir.join(SOCKETS);
         let entries = match fs::read_dir(&dir) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             other => other.step_at("read directory", &dir)?,

@@ -135,7 +135,7 @@ impl PodShim {
     /// The shim's directory, in the sandbox's. Its path is made when it is needed, as thousands of
     /// idle pods would keep it for nothing.
     pub(super) fn bundle(&self) -> Bundle {
-        Bundle::new(self.settings().sandboxes.join(&*self.id).join("shim"))
+        Bundle::new(self.settings().config.records().join(&*self.id).join("shim"))
     }
 
     /// Launches the shim with the socket to accept at. Blocks. The second result is the failed step

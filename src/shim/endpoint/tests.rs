@@ -13,6 +13,7 @@ use protobuf::Message as _;
 use tokio::time::{sleep, timeout};
 
 use super::*;
+use crate::config::Config;
 use crate::process::handle::NamespaceHandle;
 use crate::shim::bundle::{Recorded, tests::Tmpfs};
 use crate::shim::own::OwnShim;
@@ -23,17 +24,14 @@ mod ending;
 
 /// The settings of shims whose files are below `dir`.
 pub(in crate::shim) fn settings(dir: &Path, own_shim: Option<OwnShim>) -> ShimSettings {
-    ShimSettings {
+    let config = Config {
         containerd_address: dir.join("containerd.sock"),
         containerd_state: dir.join("state"),
         state_dir: dir.to_owned(),
-        sandboxes: dir.to_owned(),
-        own: crate::process::inheritance::Inheritance::read("self").unwrap(),
-        environment: Default::default(),
-        volatile_rootfs: false,
-        limits: Vec::new(),
-        own_shim,
-    }
+        ..Config::default()
+    };
+    let own = crate::process::inheritance::Inheritance::read("self").unwrap();
+    ShimSettings { config: Arc::new(config), own, own_shim }
 }
 
 /// The endpoint of a sandbox below `dir`, and what all share.
@@ -48,7 +46,7 @@ fn make_endpoint_with(dir: &Path, binary: PathBuf) -> (Arc<Shims>, Arc<Endpoint>
     // A runtime that is named by a path is the shim itself.
     let runtime = Runtime { name: binary.to_str().unwrap().to_owned(), ..Runtime::default() };
     let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
-    std::fs::create_dir(dir.join("pod")).unwrap();
+    std::fs::create_dir_all(dir.join("sandboxes/pod")).unwrap();
     (shims, endpoint)
 }
 
@@ -264,7 +262,8 @@ async fn an_unreadable_record_is_read_again() {
     let dir = tempfile::tempdir().unwrap();
     let (shims, endpoint) = make_endpoint(dir.path());
     let mut child = recorded(&shims, &endpoint);
-    let (record, aside) = (dir.path().join("pod/shim/shim.json"), dir.path().join("aside"));
+    let (record, aside) =
+        (dir.path().join("sandboxes/pod/shim/shim.json"), dir.path().join("aside"));
     fs::rename(&record, &aside).unwrap();
     fs::create_dir(&record).unwrap();
     let recovered = endpoint.recover();
@@ -407,7 +406,7 @@ async fn a_socket_that_cannot_be_watched_is_retried_with_growing_delays_or_after
 async fn the_end_of_an_endpoint_ends_its_recovery() {
     let dir = tempfile::tempdir().unwrap();
     let (_shims, endpoint) = make_endpoint(dir.path());
-    fs::create_dir_all(dir.path().join("pod/shim/shim.json")).unwrap();
+    fs::create_dir_all(dir.path().join("sandboxes/pod/shim/shim.json")).unwrap();
     let recovered = endpoint.recover();
     sleep(Duration::from_millis(100)).await;
     assert!(!recovered.is_finished());

@@ -125,7 +125,7 @@ async fn endpoint_of(dir: &Path, shim: &Running) -> Arc<Endpoint> {
     let shims = Arc::new(Shims::new(settings(dir, Some(own_shim))).unwrap());
     let runtime = Runtime { own_shim: true, ..Runtime::default() };
     let endpoint = Endpoint::new(&shims, &"pod".try_into().unwrap(), &Arc::new(runtime));
-    let bundle = Bundle::new(dir.join("pod/shim"));
+    let bundle = Bundle::new(dir.join("sandboxes/pod/shim"));
     fs::create_dir_all(bundle.dir()).unwrap();
     let process = shims.launcher.open(shim.pid()).unwrap().unwrap();
     let identity: Identity = process.identity().clone();
