@@ -126,7 +126,7 @@ fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
 /// working directory is the bundle, which no process of a container can enter, and it has the
 /// arguments.
 fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
-    let is_there = |place| works_in(pid.unsigned_abs(), bundle.file_name(), place);
+    let is_there = |place| works_in(pid.unsigned_abs(), bundle, place);
     if !device_and_inode(bundle).is_ok_and(is_there) {
         return false;
     }

@@ -6,13 +6,12 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::deadline::{Cloned, Deadline};
-use process_identity::{has_ended, is_no_such_process, works_in};
+use process_identity::{device_and_inode, has_ended, is_no_such_process, works_in};
 use rustix::process::getpid;
 use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 
@@ -212,16 +211,15 @@ impl Launcher {
             expected.extend(argument.as_bytes());
             expected.push(0);
         }
-        let about = match std::fs::metadata(directory) {
+        let place = match device_and_inode(directory) {
             // No process works in a missing directory.
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.step_at("stat", directory)?,
         };
-        let (name, place) = (directory.file_name(), (about.dev(), about.ino()));
         // Any process that may enter the directory can have these arguments.
         let is_own = |pid| handle::is_own_users(pid).unwrap_or(false);
         let seen = |pid| {
-            let is_candidate = works_in(pid, name, place) && is_own(pid);
+            let is_candidate = works_in(pid, directory, place) && is_own(pid);
             is_candidate.then(|| arguments_of(pid, expected.len()))
         };
         let until = Instant::now() + EXEC_TIMEOUT;

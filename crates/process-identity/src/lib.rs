@@ -2,7 +2,6 @@
 //! it signals a process that an earlier daemon started; `runc-shim` compares it for the pause
 //! process, its children and commands of the runtime.
 
-use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -104,14 +103,14 @@ pub fn device_and_inode(path: &Path) -> io::Result<(u64, u64)> {
     Ok((libc::makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino))
 }
 
-/// Whether the process works in the directory with this name, device and inode: its path may lead
+/// Whether the process works in the directory, which has this device and inode: its path may lead
 /// through links. A process that has exited does not.
 #[must_use]
-pub fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
+pub fn works_in(pid: u32, directory: &Path, place: (u64, u64)) -> bool {
     let link = format!("/proc/{pid}/cwd");
     // The name first, which the kernel knows: an access to the directory itself may block on the
     // file system of an unrelated process.
-    fs::read_link(&link).is_ok_and(|works| works.file_name() == name)
+    fs::read_link(&link).is_ok_and(|works| works.file_name() == directory.file_name())
         && device_and_inode(Path::new(&link)).is_ok_and(|works| works == place)
 }
 
