@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::controller::Controller;
 use kit::cri::api;
 use kit::grpc::{self, Status};
+use kit::machine::processes::{self, Proc};
 use kit::{Handler, Node, Pod, PodSpec, Thing, until};
 use tokio::net::UnixDatagram;
 use tokio::task::JoinSet;
@@ -97,7 +98,12 @@ async fn ended(mut under_way: JoinSet<Result<()>>) -> Result<()> {
 /// None of them ends while the other pod does all that pods do.
 /// Promise: hung_step_delays_no_other_pod.
 async fn removals_that_hang() -> Result<()> {
+    /// Of the time of a deletion.
+    const HALF: Duration = Duration::from_secs(5);
     let standalone = with_slow_deletions().await?;
+    let begun = Instant::now();
+    another_pod(&standalone, "before").await?;
+    let usual = begun.elapsed();
     let ids = with_left_overs(&standalone, HANGING).await?;
     let controller = Arc::new(standalone.controller());
     let mut removals = JoinSet::new();
@@ -105,18 +111,19 @@ async fn removals_that_hang() -> Result<()> {
         let controller = controller.clone();
         removals.spawn(async move { Ok(remove(&controller, &id).await?) });
     }
-    until("the removals hang", OTHER, async || {
-        let called = kit::machine::processes::all()?
-            .iter()
-            .filter(|p| p.command.starts_with("sleep 9"))
-            .count();
+    // Each is the shell of the shim's script at first.
+    let script = standalone.path("programs").join(RUNTIME_SHIM).display().to_string();
+    let is_call = |p: &&Proc| p.command.starts_with("sleep 9") || p.command.contains(&script);
+    until("the removals hang", DEADLINE / 2, async || {
+        let called = processes::all()?.iter().filter(is_call).count();
         ensure!(called >= 32, "{called} shims are called");
         Ok(())
     })
     .await?;
     let begun = Instant::now();
     another_pod(&standalone, "other").await?;
-    ensure!(begun.elapsed() < Duration::from_secs(5), "another pod took {:?}", begun.elapsed());
+    let took = begun.elapsed();
+    ensure!(took < HALF + 10 * usual, "another pod took {took:?}, before {usual:?}");
     tokio::time::timeout(DEADLINE, ended(removals)).await.context("removals hang")??;
     standalone.nothing_left().await
 }
