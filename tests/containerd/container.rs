@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 use crate::harness::{Bench, Case, cases};
 
 /// How long the exit of a killed container may take to be reported.
-const SOON: Duration = Duration::from_secs(10);
+const SOON: Duration = Duration::from_secs(20);
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = cases![both: exec, logs, crash_and_recreate, writable_sysfs];

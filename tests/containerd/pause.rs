@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 use crate::harness::{Bench, Case, cases};
 
 /// How long the exit of a pause process may take to be published.
-const SOON: Duration = Duration::from_secs(10);
+const SOON: Duration = Duration::from_secs(20);
 /// 128 + SIGKILL.
 const KILLED: u32 = 137;
 

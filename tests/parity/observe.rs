@@ -49,7 +49,7 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
     /// A Start may return a little before the process has taken the pause's name, and its
     /// environment after that: the built-in's is runc until then. What starts it then, such as
     /// the runtime of its language, may have files open until it sleeps.
-    const SOON: Duration = Duration::from_secs(10);
+    const SOON: Duration = Duration::from_secs(20);
     /// The field after the name in `/proc/PID/stat` with the end of the environment in the
     /// process's memory, 0 until it has one (proc(5)).
     const ENV_END: usize = 48;
