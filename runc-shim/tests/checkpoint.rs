@@ -37,9 +37,9 @@ fn criu_works() -> bool {
 /// The parent image of a checkpoint, relative to it, which the stand-in expects.
 const PARENT: &str = "../before";
 
-/// A runtime that kills instead of writing a checkpoint, and begins anew instead of restoring. By
-/// `create` and `start`: with `crun run --detach` a process between the runtime and the container
-/// may exit after the command, so that the container is no child of the shim yet.
+/// A runtime that kills instead of writing a checkpoint, and begins anew instead of restoring. It
+/// uses `create` and `start`, because with `crun run --detach` a process between the runtime and
+/// the container may exit after the command, so that the container is no child of the shim yet.
 fn stand_in_of_criu(pod: &Pod) -> Container {
     let path = pod.path("stand-in");
     let runtime = pod::runtime().display().to_string();

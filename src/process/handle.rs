@@ -180,7 +180,7 @@ pub fn namespaces(
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt as _;
-    use std::process::Command;
+    use std::process::{Command, Stdio};
 
     use super::*;
 
@@ -237,7 +237,10 @@ mod tests {
     fn a_process_that_ends_while_its_sockets_are_looked_at_has_none() {
         let boot = identity::boot_id().unwrap();
         for _ in 0..300 {
-            let mut child = Command::new("true").spawn().unwrap();
+            // A socket of the test's would be looked at, too.
+            let mut command = Command::new("true");
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            let mut child = command.spawn().unwrap();
             let process = identity::read_identity(child.id(), &boot).unwrap();
             let looks = std::thread::spawn(move || {
                 while Path::new(&format!("/proc/{}", process.pid)).exists() {

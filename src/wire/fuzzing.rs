@@ -14,7 +14,7 @@ use super::status::Status;
 use super::{grpc, ttrpc};
 use crate::controller::SandboxService;
 
-/// The only namespace whose calls are answered.
+/// CRI's namespace: calls that name another one are refused.
 pub use crate::config::CONTAINERD_NAMESPACE as NAMESPACE;
 
 /// Serves one gRPC connection until it ends.

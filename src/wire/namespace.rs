@@ -9,7 +9,7 @@ use crate::config::CONTAINERD_NAMESPACE;
 /// The key of a call's namespace in the metadata of ttrpc.
 pub(super) const TTRPC_KEY: &str = "containerd-namespace-ttrpc";
 
-/// Serves the calls of CRI's namespace.
+/// Refuses the calls of other namespaces than CRI's.
 #[derive(Debug, Default)]
 pub(super) struct NamespaceFilter {
     /// Whether a call of another namespace has been logged.

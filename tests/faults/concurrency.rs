@@ -98,7 +98,7 @@ async fn ended(mut under_way: JoinSet<Result<()>>) -> Result<()> {
 /// None of them ends while the other pod does all that pods do.
 /// Promise: hung_step_delays_no_other_pod.
 async fn removals_that_hang() -> Result<()> {
-    /// Of the time of a deletion.
+    /// About half of the 9 s that a deletion takes.
     const HALF: Duration = Duration::from_secs(5);
     let standalone = with_slow_deletions().await?;
     let begun = Instant::now();

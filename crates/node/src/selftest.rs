@@ -105,7 +105,7 @@ pub async fn run(
     let cri = CriClient::new(&config.containerd_address);
     let needed = match has_daemon {
         true => pause_image::needed(&merged, release, known.all.get(&ours).into_iter()),
-        // It is of the built-in controller.
+        // Without a daemon the built-in controller runs the pod, and needs its pause image.
         false => pause_image::name(&merged),
     };
     let mut pause = None;

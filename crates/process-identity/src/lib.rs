@@ -108,8 +108,8 @@ pub fn device_and_inode(path: &Path) -> io::Result<(u64, u64)> {
 #[must_use]
 pub fn works_in(pid: u32, directory: &Path, place: (u64, u64)) -> bool {
     let link = format!("/proc/{pid}/cwd");
-    // The name first, which the kernel knows: an access to the directory itself may block on the
-    // file system of an unrelated process.
+    // The name is compared first, because the kernel knows it: an access to the directory itself
+    // may block on the file system of an unrelated process.
     fs::read_link(&link).is_ok_and(|works| works.file_name() == directory.file_name())
         && device_and_inode(Path::new(&link)).is_ok_and(|works| works == place)
 }
