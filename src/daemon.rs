@@ -156,8 +156,8 @@ fn own_shim(config: &Config) -> Option<OwnShim> {
 
 /// Starts the tasks that no call waits for.
 fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 5] {
-    let store = GrpcEndpoint::new(&config.containerd_address, CONTAINERD_NAMESPACE);
-    let containers = Containers::new(store.clone(), &config.state_dir);
+    let containerd = GrpcEndpoint::new(&config.containerd_address, CONTAINERD_NAMESPACE);
+    let containers = Containers::new(containerd.clone(), &config.state_dir);
     let interval = Duration::from_secs(config.forgotten_interval.into());
     let all = Arc::clone(controller);
     let endpoints =
@@ -167,7 +167,7 @@ fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>;
         tokio::spawn(async move { cri_view::count(compared, &address, interval).await }),
         tokio::spawn(hang::end_hung_shims(endpoints)),
         tokio::spawn(gc::collect_containers(Arc::clone(controller), containers, interval)),
-        tokio::spawn(gc::collect(Arc::clone(controller), store, interval)),
+        tokio::spawn(gc::collect(Arc::clone(controller), containerd, interval)),
         tokio::spawn(metrics_http::serve(Arc::clone(controller), config.metrics.clone())),
     ]
 }

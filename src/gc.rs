@@ -20,14 +20,14 @@ use crate::exit;
 use crate::podsandbox::Sandbox;
 
 /// Collects at once and every `interval`, forever.
-pub async fn collect(controller: Arc<Controller>, store: GrpcEndpoint, interval: Duration) {
+pub async fn collect(controller: Arc<Controller>, containerd: GrpcEndpoint, interval: Duration) {
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         let is_due = |sandbox: &Arc<Sandbox>| sandbox.is_gc_candidate() && sandbox.age() > interval;
         for sandbox in controller.live().into_iter().filter(is_due) {
-            match store.knows(sandbox.id()).await {
+            match containerd.knows(sandbox.id()).await {
                 Ok(false) => remove(sandbox).await,
                 Ok(true) => {}
                 // containerd may be down, which tells nothing about any sandbox.

@@ -74,8 +74,8 @@ impl Environment {
             config.containerd_address.clone(),
             config.containerd_state.clone(),
         ));
-        let store = GrpcEndpoint::new(&config.containerd_address, CONTAINERD_NAMESPACE);
-        let containers = Containers::new(store, &config.state_dir);
+        let containerd = GrpcEndpoint::new(&config.containerd_address, CONTAINERD_NAMESPACE);
+        let containers = Containers::new(containerd, &config.state_dir);
         let (selinux, telemetry) = (Selinux::default(), Arc::default());
         Ok(Self { config, driver, containers, shims, layout, mounts, selinux, telemetry })
     }
