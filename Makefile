@@ -56,6 +56,7 @@ PODS ?= 10000
 MUTANTS ?= src/podsandbox/machine.rs src/exit.rs src/podsandbox/record.rs \
 	src/podsandbox/validate.rs src/podsandbox/validate/*.rs src/cgroup/*.rs src/process/*.rs \
 	$(addprefix runc-shim/src/,container/state.rs container/step.rs exits.rs)
+SHARD ?= 0/1
 # Of critest and crictl, and the releases that `make conformance` runs it on.
 CRI_TOOLS := 1.37.0
 CONFORMANCE ?= $(LTS)
@@ -255,13 +256,15 @@ fuzz-short: ## fuzz what the daemon decodes of others for 30 s, or FUZZ_SECONDS
 fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 	FUZZ_PROFILE=release FUZZ_EACH=$${FUZZ_EACH:-600} fuzz/run short
 
-# A daemon with a fault may kill or unmount anything, so each package has a lane (tests/kit/lanes).
+# SHARD=0/8 is every eighth fault. A daemon with a fault may kill or unmount anything, so each package
+# has a lane (tests/kit/lanes).
 mutants: $(CARGO_MUTANTS) ## faults in the sources that no test finds; hours; needs root
 	rm -rf target/mutants
 	mutate() { \
 		echo "$$1 env CARGO_TARGET_DIR=$(CURDIR)/target/mutants/build-$$1 CARGO_INCREMENTAL=1 \
 		CARGO_PROFILE_DEV_DEBUG=false CARGO_NET_OFFLINE=true $(CARGO_MUTANTS) mutants \
-		--output target/mutants/$$1 $(addprefix --file=,$(MUTANTS)) $$2"; \
+		--output target/mutants/$$1 $(addprefix --file=,$(MUTANTS)) \
+		--shard=$(SHARD) --sharding=round-robin $$2"; \
 	}; { mutate daemon "-p pause-sandboxer -C=--lib -C=--test=life -C=--test=native"; \
 		mutate shim "-p $(SHIM) -C=--lib"; } | tests/kit/lanes 2 $(CURDIR)/target/mutants
 
