@@ -309,12 +309,34 @@ mod tests {
         assert!(deadline.0.children.lock().under_way.is_empty());
     }
 
+    /// A fifo on which a child hangs, in a directory of its own.
+    fn fifo() -> (tempfile::TempDir, CString) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("fifo");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let path = CString::new(path.as_os_str().as_bytes()).unwrap();
+        (directory, path)
+    }
+
+    #[test]
+    fn a_child_that_takes_longer_than_a_check_is_not_killed() {
+        let (directory, fifo) = fifo();
+        let path = directory.path().join("fifo");
+        let ends = thread::spawn(move || {
+            thread::sleep(EXEC_TIMEOUT * 2 / CHECKS);
+            fs::OpenOptions::new().write(true).open(path).unwrap();
+        });
+        let cloned = returned(move || {
+            Deadline::within(EXEC_TIMEOUT, None).clone_child(how(), &fifo, hang).unwrap()
+        });
+        assert!(!cloned.late);
+        assert_eq!(sys::reap(cloned.pidfd.as_fd(), true), Ok(Some(sys::End::Code(0))));
+        ends.join().unwrap();
+    }
+
     #[test]
     fn a_child_that_hangs_is_killed() {
-        let directory = tempfile::tempdir().unwrap();
-        let fifo = directory.path().join("fifo");
-        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRUSR).unwrap();
-        let fifo = CString::new(fifo.as_os_str().as_bytes()).unwrap();
+        let (_directory, fifo) = fifo();
         let cloned = returned(move || {
             Deadline::within(SHORT, None).clone_child(how(), &fifo, hang).unwrap()
         });
