@@ -313,7 +313,8 @@ mod tests {
     fn fifo() -> (tempfile::TempDir, CString) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("fifo");
-        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRUSR | nix::sys::stat::Mode::S_IWUSR)
+            .unwrap();
         let path = CString::new(path.as_os_str().as_bytes()).unwrap();
         (directory, path)
     }
