@@ -129,6 +129,34 @@ async fn a_process_is_found_with_and_without_a_record() {
     assert!(launcher.find_process(directory.path(), seconds).unwrap().is_none());
 }
 
+/// Any process may have these arguments in a directory that it may enter.
+///
+/// Promise: foreign_process_survives.
+#[test]
+fn a_process_of_another_user_is_not_found() {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::process::CommandExt as _;
+
+    if kit::skip_without_root() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let open = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(directory.path(), open).unwrap();
+    let launcher = Launcher::new().unwrap();
+    let seconds: &[OsString] = &[format!("1000.{}", std::process::id()).into()];
+    for user in [65534, 0] {
+        let mut command = Command::new("/bin/sleep");
+        command.args(seconds).current_dir(directory.path()).uid(user);
+        let mut child = command.spawn().unwrap();
+        let found = launcher.find_process(directory.path(), seconds);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let found = found.unwrap().map(|process| process.identity().pid);
+        assert_eq!(found, (user == 0).then_some(child.id()));
+    }
+}
+
 /// Looks from a mount namespace of its own, where `/proc` shows nothing.
 fn hidden<T: Send + 'static>(look: impl FnOnce() -> T + Send + 'static) -> T {
     use nix::mount::{MsFlags, mount};
