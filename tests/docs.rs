@@ -327,13 +327,41 @@ fn links_lead_somewhere() {
     assert_eq!(anchors("# Who may `import` whom?\ntext\n"), ["who-may-import-whom"]);
 }
 
+/// The files of the repository that a path names, whose name may be a star with an ending.
+fn matching(path: &str) -> Vec<PathBuf> {
+    let path = Path::new(path.trim_start_matches("./"));
+    if path.file_stem().unwrap() != "*" {
+        return vec![path.to_owned()];
+    }
+    let directory = path.parent().unwrap();
+    let names = fs::read_dir(root().join(directory)).unwrap().map(|e| e.unwrap().file_name());
+    let files = names.map(|name| directory.join(name));
+    files.filter(|file| file.extension() == path.extension()).collect()
+}
+
+/// The pages among these files of the repository link only to some of them.
+fn assert_complete(what: &str, installed: &BTreeSet<PathBuf>) {
+    let (mut seen, mut lost) = (0, Vec::new());
+    for page in installed.iter().filter(|page| page.extension().is_some_and(|e| e == "md")) {
+        for (link, target, _) in links(&root().join(page)) {
+            let target = fs::canonicalize(&target).unwrap();
+            if !installed.contains(target.strip_prefix(root()).unwrap()) {
+                lost.push(format!("{}: {link}", page.display()));
+            }
+            seen += 1;
+        }
+    }
+    assert!(lost.is_empty(), "{what}: lead nowhere:\n{}", lost.join("\n"));
+    assert!(seen > 5, "{what}: only {seen} links were seen");
+}
+
 /// A package installs its pages in the directories of the repository, and all that they link to.
 #[test]
 fn links_in_packages_lead_somewhere() {
     for (package, manifest) in
-        [("pause-sandboxer", "."), ("pause-sandboxer-runc-shim", "runc-shim")]
+        [("pause-sandboxer", ""), ("pause-sandboxer-runc-shim", "runc-shim/")]
     {
-        let text = file(&format!("{manifest}/Cargo.toml"));
+        let text = file(&format!("{manifest}Cargo.toml"));
         let table: toml::Table = toml::from_str(&text).unwrap();
         let assets = table["package"]["metadata"]["deb"]["assets"].as_array().unwrap();
         let documents = Path::new("usr/share/doc").join(package);
@@ -344,31 +372,24 @@ fn links_in_packages_lead_somewhere() {
             let Ok(below) = Path::new(target).strip_prefix(&documents) else { continue };
             // Debian's policy gives the change log another name.
             let below = if below == "changelog" { Path::new("") } else { below };
-            let source = root().join(manifest).join(source);
-            let sources = match source.file_stem().unwrap() == "*" {
-                false => vec![source],
-                true => {
-                    let ending = source.extension().unwrap().to_str().unwrap();
-                    files(source.parent().unwrap().to_str().unwrap(), ending)
-                }
+            let source = match source.strip_prefix("../") {
+                Some(source) => source.to_owned(),
+                None => format!("{manifest}{source}"),
             };
-            for source in sources {
-                installed.insert(below.join(source.file_name().unwrap()));
-            }
+            let sources = matching(&source);
+            installed.extend(sources.iter().map(|file| below.join(file.file_name().unwrap())));
         }
-        let (mut seen, mut lost) = (0, Vec::new());
-        for page in installed.iter().filter(|page| page.extension().is_some_and(|e| e == "md")) {
-            for (link, target, _) in links(&root().join(page)) {
-                let target = fs::canonicalize(&target).unwrap();
-                if !installed.contains(target.strip_prefix(root()).unwrap()) {
-                    lost.push(format!("{}: {link}", page.display()));
-                }
-                seen += 1;
-            }
-        }
-        assert!(lost.is_empty(), "{package}: lead nowhere:\n{}", lost.join("\n"));
-        assert!(seen > 5, "{package}: only {seen} links were seen");
+        assert_complete(package, &installed);
     }
+}
+
+/// So do the archives of a release.
+#[test]
+fn links_in_archives_lead_somewhere() {
+    let text = file("packaging/release/build");
+    let list = text.lines().find_map(|line| line.trim().strip_prefix("cp --parents ")).unwrap();
+    let files = list.split(' ').filter(|word| *word != "\"$1\"").flat_map(matching);
+    assert_complete("the archives", &files.collect());
 }
 
 #[test]

@@ -225,6 +225,13 @@ fn a_user_namespace_has_one_mapping_of_each_kind() {
     let found = checked(pod, &[3]).unwrap().unwrap();
     assert_eq!((found.uid.length, found.gid.length), (3, 65536));
     assert_eq!(userns("id", &NamespaceOption::default()).unwrap(), None);
+    // As kubelet sends it for a pod with `hostUsers: true`.
+    let users = crate::protos::cri::UserNamespace {
+        mode: NamespaceMode::NODE.into(),
+        ..Default::default()
+    };
+    let options = NamespaceOption { userns_options: Some(users).into(), ..Default::default() };
+    assert_eq!(userns("id", &options).unwrap(), None);
     for (mode, uids, reason) in [
         (pod, &[1, 1][..], "uids: has 2 mappings, not one"),
         (pod, &[0], "uids: is empty or goes beyond"),

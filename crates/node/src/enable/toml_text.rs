@@ -45,6 +45,8 @@ mod tests {
             format!("imports = [\"/c.d/*.toml\"]\r\n{text}")
         );
         assert_eq!(add_import("\u{feff}b = 1", "x").unwrap(), "\u{feff}imports = [\"x\"]\nb = 1");
+        // containerd before 2.4 reads a dotted key into a table that only a deeper header has named.
+        assert!(add_import("[a.b.c]\n[a]\nb.d = 1\n", "x").is_ok());
     }
 
     #[test]
