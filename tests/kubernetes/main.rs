@@ -95,26 +95,24 @@ fn sides(cluster: &Cluster) -> [Side<'_>; 2] {
 }
 
 fn one(shared: &Shared, case: &Case) -> Result<()> {
+    // Both until the programs are looked at: the next case may stop one of them.
+    let (_beside_others, _alone) = match case.run {
+        Run::Each(_) => (Some(shared.alone.read().unwrap()), None),
+        Run::Alone(_) | Run::Both(_) => (None, Some(shared.alone.write().unwrap())),
+    };
     let [builtin, ours] = match case.run {
         Run::Each(run) => {
-            let _beside_others = shared.alone.read().unwrap();
             let [builtin, ours] = sides(&shared.cluster);
             std::thread::scope(|scope| {
                 let ours = scope.spawn(move || run(&ours));
                 [run(&builtin), ours.join().expect("a case panicked")]
             })
         }
-        Run::Alone(run) => {
-            let _alone = shared.alone.write().unwrap();
-            sides(&shared.cluster).map(|side| run(&side))
-        }
-        Run::Both(run) => {
-            let _alone = shared.alone.write().unwrap();
-            match run(&sides(&shared.cluster)) {
-                Ok(facts) => facts.map(Ok),
-                Err(e) => [Err(anyhow::Error::msg("see the other")), Err(e)],
-            }
-        }
+        Run::Alone(run) => sides(&shared.cluster).map(|side| run(&side)),
+        Run::Both(run) => match run(&sides(&shared.cluster)) {
+            Ok(facts) => facts.map(Ok),
+            Err(e) => [Err(anyhow::Error::msg("see the other")), Err(e)],
+        },
     };
     shared.cluster.check_programs()?;
     let outcome = Outcome::of(case.name, &builtin, &ours);
