@@ -57,6 +57,8 @@ MUTANTS ?= src/podsandbox/machine.rs src/exit.rs src/podsandbox/record.rs \
 	src/podsandbox/validate.rs src/podsandbox/validate/*.rs src/cgroup/*.rs src/process/*.rs \
 	$(addprefix runc-shim/src/,container/state.rs container/step.rs exits.rs)
 SHARD ?= 0/1
+# What runs `make budget`, with its arguments.
+WITH ?=
 # Of critest and crictl, and the releases that `make conformance` runs it on.
 CRI_TOOLS := 1.37.0
 CONFORMANCE ?= $(LTS)
@@ -256,8 +258,8 @@ fuzz-short: ## fuzz what the daemon decodes of others for 30 s, or FUZZ_SECONDS
 fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 	FUZZ_PROFILE=release FUZZ_EACH=$${FUZZ_EACH:-600} fuzz/run short
 
-# SHARD=0/8 is every eighth fault. A daemon with a fault may kill or unmount anything, so each package
-# has a lane (tests/kit/lanes).
+# SHARD=0/8 to SHARD=7/8 are eight parts; a run removes the results of the one before. A daemon with
+# a fault may kill or unmount anything, so each package has a lane (tests/kit/lanes).
 mutants: $(CARGO_MUTANTS) ## faults in the sources that no test finds; hours; needs root
 	rm -rf target/mutants
 	mutate() { \
@@ -299,10 +301,11 @@ bench-quick: parts shim $(RUST_SHIM) ## the same with fewer rounds; 3 minutes; n
 	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
 		$(CARGO) bench --locked --bench bench -- --quick
 
-# With fewer pods: BUDGET_PODS=110
+# With fewer pods: BUDGET_PODS=110. With crun in place of runc: WITH=tests/kit/with-crun. A run
+# replaces the files of the one before.
 budget: parts shim ## memory and times of up to 1000 pods, with both controllers; needs root and Go
 	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
-		$(CARGO) bench --locked --bench bench -- budget $${BUDGET_PODS:-1000}
+		$(WITH) $(CARGO) bench --locked --bench bench -- budget $${BUDGET_PODS:-1000}
 
 # The older release is for the upgrade under a running pod.
 compare: build ## both controllers in the bad hour, to docs/compare.md; hours; needs root, Go
