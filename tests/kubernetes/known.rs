@@ -12,6 +12,9 @@ pub(crate) struct Known {
     pub(crate) always: bool,
 }
 
+const FIRST_POD_READS: &str = "the first pod of a node reads the pause image's program from the \
+                               disk; the own pause program is in the daemon's memory";
+
 pub(crate) const DIFFERENCES: &[Known] = &[
     Known {
         case: "shared_pid_namespace",
@@ -37,6 +40,38 @@ pub(crate) const DIFFERENCES: &[Known] = &[
         ours: "none",
         why: "User-mode Linux counts processor time in ticks, and the pause process needs less than \
               one; cAdvisor has no series of 0 s",
+        always: false,
+    },
+    Known {
+        case: "metrics",
+        fact: "cadvisor: container_fs_* of pod",
+        builtin: "*",
+        ours: "none",
+        why: FIRST_POD_READS,
+        always: false,
+    },
+    Known {
+        case: "metrics",
+        fact: "cadvisor: container_fs_* of sandbox",
+        builtin: "*",
+        ours: "none",
+        why: FIRST_POD_READS,
+        always: false,
+    },
+    Known {
+        case: "metrics",
+        fact: "cadvisor: container_blkio_* of pod",
+        builtin: "*",
+        ours: "none",
+        why: FIRST_POD_READS,
+        always: false,
+    },
+    Known {
+        case: "metrics",
+        fact: "cadvisor: container_blkio_* of sandbox",
+        builtin: "*",
+        ours: "none",
+        why: FIRST_POD_READS,
         always: false,
     },
 ];
