@@ -213,6 +213,13 @@ fn ends() -> Vec<Event> {
             SETTLE
         ),
         event!(
+            "the pod's shim is killed in StartContainer",
+            ["containerd/containerd#6685"],
+            shims::killed_in_start,
+            false,
+            SETTLE
+        ),
+        event!(
             "the pause process is killed",
             ["containerd/containerd#12344", "rancher/rke2#8825"],
             sandbox::pause_killed,

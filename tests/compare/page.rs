@@ -31,7 +31,7 @@ directory. Bold is what is lost or left. Stop and remove are StopPodSandbox and 
 after a failure they are repeated, as kubelet does, for 90 s. What is left is compared with the
 state before the pod: on the machine, and in containerd's metadata.
 
-Three losses are containerd's own, with either handler, if it is killed at that moment:
+Four losses are containerd's own, with either handler. Three, if it is killed at that moment:
 - RunPodSandbox makes the pod's lease before the pod's record, and the network namespace before the
   record names it (`sandbox_run.go`). Nothing removes them later.
 - CreateContainer makes a lease that expires after 24 hours, and the container's snapshot, before
@@ -39,6 +39,10 @@ Three losses are containerd's own, with either handler, if it is killed at that 
 - When a container has exited, containerd logs the exit code and has the shim delete the task, and
   only then writes the code to its disk (`handleContainerExit`). Killed in between, it reports 255,
   `Unknown`, after its start.
+
+The fourth is that of 2.3.7 if a shim is killed in StartContainer: containerd cannot kill the
+container's task (`ttrpc: closed`), and does not delete it either (`startContainer`). The bundle
+stays, and each scrape of containerd's metrics logs an error, until containerd starts again.
 
 A pod whose shim is killed ends, with either handler. With this sandboxer it stays if the shim had
 no container, or only one that was being created: the next attempt to create it succeeds.

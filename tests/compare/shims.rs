@@ -15,6 +15,8 @@ use crate::events::{Run, inside, shim};
 
 /// How long CRI may take to notice an end.
 const NOTICED: Duration = Duration::from_secs(30);
+/// Kills in StartContainer.
+const KILLS: u32 = 20;
 /// How long a list of stats may take.
 const STATS: Duration = Duration::from_secs(60);
 
@@ -48,6 +50,37 @@ pub(crate) async fn killed(run: Run) -> Result<Cell> {
     if living > 0 {
         cell.loss("the container's process runs on");
     }
+    Ok(cell)
+}
+
+/// The shim is killed at different moments of StartContainer, each time that of another pod.
+pub(crate) async fn killed_in_start(run: Run) -> Result<Cell> {
+    let mut cell = Cell::default();
+    let pod = run.pod("whole").await?;
+    let container = pod.create(ContainerSpec::sleeping("main")).await?;
+    let begun = Instant::now();
+    run.node.cri().start_container(container.id()).await?;
+    let whole = begun.elapsed();
+    pod.remove().await?;
+    let mut slowest = Duration::ZERO;
+    for nth in 0..KILLS {
+        let pod = run.pod(&format!("killed-{nth}")).await?;
+        let container = pod.create(ContainerSpec::sleeping("main")).await?;
+        let shim = shim(&pod)?.pid;
+        let (node, id) = (run.node.clone(), container.id().to_owned());
+        let starting = tokio::spawn(async move { node.cri().start_container(&id).await });
+        tokio::time::sleep(whole.mul_f32((nth as f32 + 0.5) / KILLS as f32)).await;
+        signal(shim, Signal::SIGKILL)?;
+        // It has failed, or it came before.
+        let _ = starting.await?;
+        let begun = Instant::now();
+        if !Cell::default().remove(&pod).await? {
+            cell.loss("a pod cannot be removed");
+        }
+        slowest = slowest.max(begun.elapsed());
+    }
+    cell.fact(format!("{KILLS} kills, spread over {} ms", whole.as_millis()));
+    cell.fact(format!("stop and remove take {} at most", seconds(slowest)));
     Ok(cell)
 }
 
