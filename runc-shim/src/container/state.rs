@@ -169,16 +169,34 @@ mod tests {
         }
     }
 
+    /// As containerd's shim for runc does.
     #[test]
-    fn a_container_that_runs_is_not_deleted() {
+    fn each_state_allows_its_calls_only() {
         use State as S;
         let exit = Exit { status: 3, seconds: 1, nanos: 2 };
-        let delete = Method::Delete;
-        for idle in [S::Failed, S::Restorable, S::Created, S::Stopped(exit)] {
-            assert!(idle.check(&delete).is_ok(), "{idle:?}");
-        }
-        for busy in [S::Running, S::Paused, S::Exiting(exit)] {
-            assert!(busy.check(&delete).is_err(), "{busy:?}");
+        let methods = [
+            ("start", Method::Start),
+            ("pause", Method::Pause),
+            ("resume", Method::Resume),
+            ("checkpoint", Method::Checkpoint(Default::default())),
+            ("update", Method::Update(Default::default())),
+            ("exec", Method::Exec(Default::default())),
+            ("delete", Method::Delete),
+            ("kill", Method::Kill(Default::default())),
+        ];
+        for (state, status, allowed) in [
+            (S::Failed, Status::CREATED, "delete kill"),
+            (S::Restorable, Status::CREATED, "start update delete kill"),
+            (S::Created, Status::CREATED, "start update exec delete kill"),
+            (S::Running, Status::RUNNING, "pause checkpoint update exec kill"),
+            (S::Paused, Status::PAUSED, "resume checkpoint update kill"),
+            (S::Exiting(exit), Status::RUNNING, "kill"),
+            (S::Stopped(exit), Status::STOPPED, "delete kill"),
+        ] {
+            assert_eq!(state.status(), status, "{state:?}");
+            let found = methods.iter().filter(|(_, method)| state.check(method).is_ok());
+            let found: Vec<&str> = found.map(|(name, _)| *name).collect();
+            assert_eq!(found.join(" "), allowed, "{state:?}");
         }
     }
 }

@@ -165,3 +165,49 @@ impl Pending {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step of a call with this deadline, which waits for a command with pid 7.
+    fn pending(step: Step, call: Option<Instant>, limit: Option<Instant>) -> Pending {
+        let output = std::fs::File::open("/dev/null").unwrap().into();
+        let caller = Caller { key: ProcessKey::new("a", ""), reply: Some(Reply::of_a_test(call)) };
+        let wait = Wait::Command(Command::helper(7, output));
+        Pending { wait, step, caller, limit, was_killed: false }
+    }
+
+    #[test]
+    fn the_earlier_of_two_deadlines_ends_a_step() {
+        let now = Instant::now();
+        let [soon, later] = [1, 2].map(|seconds| now + Duration::from_secs(seconds));
+        let start = |call, limit| pending(Step::Start, call, limit);
+        assert_eq!(start(Some(soon), Some(later)).deadline(), Some(soon));
+        assert_eq!(start(Some(later), Some(soon)).deadline(), Some(soon));
+        assert_eq!(start(Some(soon), None).deadline(), Some(soon));
+        assert_eq!(start(None, None).deadline(), None);
+        let mut step = start(Some(soon), None);
+        assert!(!step.is_late(now));
+        assert!(step.is_late(soon) && step.is_late(later));
+        step.was_killed = true;
+        assert!(!step.is_late(later), "it is killed once");
+    }
+
+    #[test]
+    fn a_removal_outlives_the_deadline_of_its_call() {
+        let now = Instant::now();
+        let later = now + Duration::from_secs(60);
+        for step in [Step::Remove(Part::Container, None), Step::KillRemaining] {
+            assert_eq!(pending(step, Some(now), Some(later)).deadline(), Some(later));
+        }
+        assert_eq!(Step::Remove(Part::Container, None).own_limit(), Some(DELETE_TIMEOUT));
+        assert_eq!(Step::Remove(Part::Mounts, None).own_limit(), None);
+    }
+
+    #[test]
+    fn a_step_ends_with_its_own_command() {
+        let step = pending(Step::Start, None, None);
+        assert!(step.has_pid(7) && !step.has_pid(8));
+    }
+}

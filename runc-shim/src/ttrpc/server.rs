@@ -44,6 +44,12 @@ impl Reply {
         self.deadline
     }
 
+    /// That of a call with this deadline.
+    #[cfg(test)]
+    pub fn of_a_test(deadline: Option<Instant>) -> Self {
+        Self { connection: 1, stream: 1, deadline }
+    }
+
     /// Whether the caller no longer waits for the answer.
     pub fn is_late(&self, now: Instant) -> bool {
         self.deadline.is_some_and(|at| at <= now)
