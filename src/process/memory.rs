@@ -50,6 +50,15 @@ mod tests {
     }
 
     #[test]
+    fn a_process_that_has_ended_has_no_memory_and_that_is_no_error() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let ended = read_identity(child.id(), &boot_id().unwrap()).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(private_memory(&ended).unwrap(), None);
+    }
+
+    #[test]
     fn the_line_is_found_and_a_wrong_one_is_an_error() {
         let status = "Name:\tRssAnon: 5 kB\nVmRSS:\t 9 kB\nRssAnon:\t     132 kB\n";
         assert_eq!(rss_anon(status).unwrap().unwrap(), 132 << 10);

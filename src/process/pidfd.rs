@@ -297,6 +297,23 @@ mod tests {
         path.map(|(_, path)| path.to_owned())
     }
 
+    /// Kernels before 6.15 do not tell the exit of a process that is no child by its pidfd.
+    #[test]
+    fn the_exit_of_a_zombie_is_that_of_its_own_start() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let held = process(child.id(), &Reaper::new(None));
+        assert!(zombie(&held.identity).is_none(), "it lives");
+        held.kill().unwrap();
+        while !has_ended(&held.pidfd) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(zombie(&held.identity).map(status), Some(137));
+        let start_time = held.identity.start_time + 1;
+        assert!(zombie(&Identity { start_time, ..held.identity.clone() }).is_none());
+        child.wait().unwrap();
+        assert!(zombie(&held.identity).is_none(), "it is reaped");
+    }
+
     /// There may be no descriptor left to look at the freezer.
     #[tokio::test]
     #[expect(clippy::zombie_processes, reason = "it is reaped by what is tested")]
