@@ -40,12 +40,14 @@ Four losses are containerd's own, with either handler. Three, if it is killed at
   only then writes the code to its disk (`handleContainerExit`). Killed in between, it reports 255,
   `Unknown`, after its start.
 
-The fourth is that of 2.3.7 if a shim is killed in StartContainer: containerd cannot kill the
-container's task (`ttrpc: closed`), and does not delete it either (`startContainer`). The bundle
-stays, and each scrape of containerd's metrics logs an error, until containerd starts again.
+The fourth, if a shim is killed in StartContainer: containerd fails to delete the container's task
+(`ttrpc: closed`). The bundle stays, and with 2.3.7 each scrape of containerd's metrics logs an
+error, until containerd starts again.
 
 A pod whose shim is killed ends, with either handler. With this sandboxer it stays if the shim had
 no container, or only one that was being created: the next attempt to create it succeeds.
+containerd 2.4 ends the containers of a dead shim itself. If it has done so before this sandboxer
+looks, the pod stays as well, and kubelet starts them again.
 
 Repeat it with `make compare`, as root on a Debian 12 machine with Go: it takes hours. `make compare
 PODS=100` has fewer pods in the churn, and takes 25 minutes. With `COMPARE=2.4.2` the page has this

@@ -2,10 +2,10 @@
 //! when the shim dies.
 //!
 //! When the connection to a shim closes, CRI takes the containers for exited, with status 255, and
-//! containerd removes their bundles within milliseconds; but for a shim of version 3 in a sandbox
-//! it does not kill their processes. So a container is known by its bundle, while there is one, and
-//! by its processes: they are in the pod's namespaces and in a cgroup that is named by the
-//! container's id.
+//! containerd removes their bundles within milliseconds; but before 2.4 it does not kill their
+//! processes, if the shim is one of version 3 in a sandbox. So a container is known by its bundle,
+//! while there is one, and by its processes: they are in the pod's namespaces and in a cgroup that
+//! is named by the container's id.
 
 pub mod cgroup;
 mod cleanup;
