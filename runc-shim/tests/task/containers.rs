@@ -1,5 +1,7 @@
 //! Containers: their life, resources, processes.
 
+use std::time::SystemTime;
+
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message as _;
 use containerd_shim_protos::shim::oci::Options;
@@ -18,10 +20,13 @@ fn a_container_runs_and_its_events_come_in_order() {
     assert!(exists(format!("/proc/{pid}")));
     assert_eq!(pod.status("a"), Status::CREATED);
     assert_eq!(code(&pod.try_create("a", "true", &with).unwrap_err()), Code::ALREADY_EXISTS);
+    let started = SystemTime::now();
     assert_eq!(pod.start("a", "").unwrap(), pid);
     assert_eq!(pod.wait("a", "").unwrap(), 7);
     let state = pod.state("a", "").unwrap();
     assert_eq!((state.status.enum_value(), state.exit_status), (Ok(Status::STOPPED), 7));
+    let exited_at: SystemTime = state.exited_at.clone().unwrap().into();
+    assert!(started < exited_at && exited_at < SystemTime::now(), "{exited_at:?}");
     assert_eq!(
         (stdout.join().unwrap(), stderr.join().unwrap()),
         (b"out\n".into(), b"err\n".into())
@@ -33,6 +38,7 @@ fn a_container_runs_and_its_events_come_in_order() {
     }
     let deleted = pod.delete("a", "").unwrap();
     assert_eq!((deleted.pid, deleted.exit_status), (pid, 7));
+    assert_eq!(deleted.exited_at, state.exited_at);
     assert_eq!(code(&pod.state("a", "").unwrap_err()), Code::NOT_FOUND);
     assert_eq!(pod.events_of(&["a"], 4), ["create a", "start a", "exit a 7", "delete a"]);
     pod.shut_down();
