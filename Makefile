@@ -260,14 +260,14 @@ fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 
 # SHARD=0/8 to SHARD=7/8 are eight parts; a run removes the results of the one before. A daemon with
 # a fault may kill or unmount anything, so each package has a lane (tests/kit/lanes).
-mutants: $(CARGO_MUTANTS) ## faults in the sources that no test finds; hours; needs root
+mutants: $(CARGO_MUTANTS) ## faults in the sources that no test finds; hours; needs root, Go
 	rm -rf target/mutants
 	parts=$$(tests/kit/fetch-release $(LTS)) && mutate() { \
 		echo "$$1 env CARGO_TARGET_DIR=$(CURDIR)/target/mutants/build-$$1 CARGO_INCREMENTAL=1 \
 		CARGO_PROFILE_DEV_DEBUG=false CARGO_NET_OFFLINE=true PARTS_DIR=$$parts \
 		$(CARGO_MUTANTS) mutants --output target/mutants/$$1 $(addprefix --file=,$(MUTANTS)) \
 		--shard=$(SHARD) --sharding=round-robin $$2"; \
-	}; { mutate daemon "-p pause-sandboxer -C=--lib -C=--test=life -C=--test=native"; \
+	} && { mutate daemon "-p pause-sandboxer -C=--lib -C=--test=life -C=--test=native"; \
 		mutate shim "-p $(SHIM) -C=--lib -C=--test=task"; } | \
 		tests/kit/lanes 2 $(CURDIR)/target/mutants
 

@@ -40,9 +40,10 @@ Four losses are containerd's own, with either handler. Three, if it is killed at
   only then writes the code to its disk (`handleContainerExit`). Killed in between, it reports 255,
   `Unknown`, after its start.
 
-The fourth, if a shim is killed in StartContainer: containerd fails to delete the container's task
-(`ttrpc: closed`). The bundle stays, and with 2.3.7 each scrape of containerd's metrics logs an
-error, until containerd starts again.
+The fourth, if a shim is killed in StartContainer: containerd cannot kill the container's task
+(`ttrpc: closed`), and so does not delete it. With 2.3 the bundle stays, and each scrape of its
+metrics logs an error, until containerd starts again. 2.4 runs the shim's command `delete`, which
+usually removes the bundle.
 
 A pod whose shim is killed ends, with either handler. With this sandboxer it stays if the shim had
 no container, or only one that was being created: the next attempt to create it succeeds.
