@@ -304,7 +304,9 @@ mod tests {
         let held = process(child.id(), &Reaper::new(None));
         assert!(zombie(&held.identity).is_none(), "it lives");
         held.kill().unwrap();
+        let begun = std::time::Instant::now();
         while !has_ended(&held.pidfd) {
+            assert!(begun.elapsed() < Duration::from_secs(20), "it does not end");
             thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(zombie(&held.identity).map(status), Some(137));

@@ -144,8 +144,7 @@ fn churn(version: &str, builtin: &Churn, ours: &Churn) -> String {
     let mut row = |what: &str, count: &dyn Fn(&Churn) -> usize| {
         let [a, b] = [builtin, ours].map(|churn| match count(churn) {
             0 => "0".to_owned(),
-            many if churn.pods == 10_000 => format!("**{many}**"),
-            many => format!("**{many}**, of 10,000 pods {}", many * 10_000 / churn.pods),
+            many => format!("**{many}**"),
         });
         text += &format!("| {what} | {a} | {b} |\n");
     };

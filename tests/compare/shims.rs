@@ -63,15 +63,16 @@ pub(crate) async fn killed_in_start(run: Run) -> Result<Cell> {
     let whole = begun.elapsed();
     pod.remove().await?;
     let mut slowest = Duration::ZERO;
-    for nth in 0..KILLS {
+    let kills = if run.short { 3 } else { KILLS };
+    for nth in 0..kills {
         let pod = run.pod(&format!("killed-{nth}")).await?;
         let container = pod.create(ContainerSpec::sleeping("main")).await?;
         let shim = shim(&pod)?.pid;
         let (node, id) = (run.node.clone(), container.id().to_owned());
         let starting = tokio::spawn(async move { node.cri().start_container(&id).await });
-        tokio::time::sleep(whole.mul_f32((nth as f32 + 0.5) / KILLS as f32)).await;
+        tokio::time::sleep(whole.mul_f32((nth as f32 + 0.5) / kills as f32)).await;
         signal(shim, Signal::SIGKILL)?;
-        // It has failed, or it came before.
+        // The call has failed, or it had ended before the kill.
         let _ = starting.await?;
         let begun = Instant::now();
         if !Cell::default().remove(&pod).await? {
@@ -79,7 +80,7 @@ pub(crate) async fn killed_in_start(run: Run) -> Result<Cell> {
         }
         slowest = slowest.max(begun.elapsed());
     }
-    cell.fact(format!("{KILLS} kills, spread over {} ms", whole.as_millis()));
+    cell.fact(format!("{kills} kills, spread over {} ms", whole.as_millis()));
     cell.fact(format!("stop and remove take {} at most", seconds(slowest)));
     Ok(cell)
 }
