@@ -39,23 +39,7 @@ pub(crate) const DIFFERENCES: &[Known] = &[
               one; cAdvisor has no series of 0 s",
         always: false,
     },
-    first_pod_reads("cadvisor: container_fs_* of pod"),
-    first_pod_reads("cadvisor: container_fs_* of sandbox"),
-    first_pod_reads("cadvisor: container_blkio_* of pod"),
-    first_pod_reads("cadvisor: container_blkio_* of sandbox"),
 ];
-
-const fn first_pod_reads(fact: &'static str) -> Known {
-    Known {
-        case: "metrics",
-        fact,
-        builtin: "*",
-        ours: "none",
-        why: "the first pod of a node reads the pause image's program from the disk; the own pause \
-              program is in the daemon's memory",
-        always: false,
-    }
-}
 
 /// Cases that cannot run in a lane of the test machine, and why.
 pub(crate) const NOT_IN_A_LANE: &[(&str, &str)] = &[

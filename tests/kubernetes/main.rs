@@ -95,7 +95,7 @@ fn sides(cluster: &Cluster) -> [Side<'_>; 2] {
 }
 
 fn one(shared: &Shared, case: &Case) -> Result<()> {
-    // Both until the programs are looked at: the next case may stop one of them.
+    // The lock is held until the programs are checked: the next case may stop one of them.
     let (_beside_others, _alone) = match case.run {
         Run::Each(_) => (Some(shared.alone.read().unwrap()), None),
         Run::Alone(_) | Run::Both(_) => (None, Some(shared.alone.write().unwrap())),
