@@ -339,7 +339,7 @@ fn matching(path: &str) -> Vec<PathBuf> {
     files.filter(|file| file.extension() == path.extension()).collect()
 }
 
-/// The pages among these files of the repository link only to some of them.
+/// Each link in the pages among these files leads to one of these files.
 fn assert_complete(what: &str, installed: &BTreeSet<PathBuf>) {
     let (mut seen, mut lost) = (0, Vec::new());
     for page in installed.iter().filter(|page| page.extension().is_some_and(|e| e == "md")) {
@@ -383,7 +383,7 @@ fn links_in_packages_lead_somewhere() {
     }
 }
 
-/// So do the archives of a release.
+/// An archive of a release has all that its pages link to.
 #[test]
 fn links_in_archives_lead_somewhere() {
     let text = file("packaging/release/build");

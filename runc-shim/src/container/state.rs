@@ -169,7 +169,7 @@ mod tests {
         }
     }
 
-    /// As containerd's shim for runc does.
+    /// As containerd's shim for runc does, which has neither `Failed` nor `Exiting`.
     #[test]
     fn each_state_allows_its_calls_only() {
         use State as S;

@@ -85,7 +85,7 @@ impl PodShim {
         if exited_well(exit) {
             log::debug!(sandbox = self.id(), status = exit.status; "empty shim exited");
         } else {
-            // Or containerd has already ended its containers, as it does from 2.4 on.
+            // It had no container, or containerd has ended them first, as it does from 2.4 on.
             log::warn!(sandbox = self.id(), status = exit.status;
                 "shim exited, and no container that ran is left: the pod stays");
             unknown.retain(|process| process.is_below(pod.cgroup_parent()));
