@@ -58,14 +58,12 @@ impl Side<'_> {
         }
     }
 
-    /// Makes the namespace, and runs a pod that no case looks at: the first one reads the pause
-    /// image's program from the disk, which its metrics would show.
+    /// Makes the namespace.
     pub(crate) fn prepare(&self) -> Result<()> {
         let namespace = self.namespace();
         self.cluster.kubectl(&["create", "namespace", namespace])?;
         self.kubectl(&["wait", "--for=create", "serviceaccount/default", &limit()])?;
-        self.run("first", json!({ "containers": [sleeping("main")] }))?;
-        self.delete(&["pod/first"])
+        Ok(())
     }
 
     pub(crate) fn kubectl(&self, arguments: &[&str]) -> Result<String> {
