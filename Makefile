@@ -259,7 +259,8 @@ fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 	FUZZ_PROFILE=release FUZZ_EACH=$${FUZZ_EACH:-600} fuzz/run short
 
 # SHARD=0/8 to SHARD=7/8 are eight parts; a run removes the results of the one before. A daemon with
-# a fault may kill or unmount anything, so each package has a lane (tests/kit/lanes).
+# a fault may kill or unmount anything, so each package has a lane (tests/kit/lanes). Tests of the
+# shim mostly wait, so ten run at a time.
 mutants: $(CARGO_MUTANTS) ## faults in the sources that no test finds; hours; needs root, Go
 	rm -rf target/mutants
 	parts=$$(tests/kit/fetch-release $(LTS)) && mutate() { \
@@ -268,7 +269,7 @@ mutants: $(CARGO_MUTANTS) ## faults in the sources that no test finds; hours; ne
 		$(CARGO_MUTANTS) mutants --output target/mutants/$$1 $(addprefix --file=,$(MUTANTS)) \
 		--shard=$(SHARD) --sharding=round-robin $$2"; \
 	} && { mutate daemon "-p pause-sandboxer -C=--lib -C=--test=life -C=--test=native"; \
-		mutate shim "-p $(SHIM) -C=--lib -C=--test=task"; } | \
+		mutate shim "-p $(SHIM) -C=--lib -C=--test=task -- -- --test-threads=10"; } | \
 		tests/kit/lanes 2 $(CURDIR)/target/mutants
 
 $(CARGO_MUTANTS):
