@@ -16,7 +16,7 @@ use kit::{Container, ContainerSpec, Dice, Handler, Left, Node, Pod, PodSpec};
 use nix::sys::signal::Signal;
 use tokio::task::JoinSet;
 
-use crate::events::{COLLECT, Plan, id_of, shims};
+use crate::events::{COLLECT, LOST_IN_A_CHURN, Plan, id_of, shims};
 use crate::shims::signal;
 
 /// Pods at once.
@@ -108,7 +108,7 @@ pub(crate) async fn run(plan: &Plan, handler: Handler, pods: usize) -> Result<Ch
     writer.join().ok().context("the writer panicked")??;
     killer.with_context(|| node.log_tails(10))?;
     sweep(&node).await;
-    let excused = plan.excused(COLLECT);
+    let excused = plan.excused(LOST_IN_A_CHURN);
     let mut left = node.left_beside(&before, COLLECT, excused).await?;
     if !left.is_empty_but_for(excused) {
         // kubelet removes a pod's own cgroup when nothing is in it any more.
@@ -171,8 +171,9 @@ async fn kill(shared: &Shared) -> Result<()> {
                     let id = id_of(one).unwrap_or_default().to_owned();
                     lock(&shared.killed).insert(id);
                     // It may have ended by itself.
-                    let _ = signal(one.pid, Signal::SIGKILL);
-                    lock(&shared.counts).kills[2] += 1;
+                    if signal(one.pid, Signal::SIGKILL).is_ok() {
+                        lock(&shared.counts).kills[2] += 1;
+                    }
                 }
             }
         }
@@ -226,6 +227,7 @@ async fn live_once(shared: &Shared, nth: usize) -> Result<bool> {
         eprintln!("compare: {name} cannot be removed");
         lock(&shared.counts).stuck += 1;
     }
+    remove_named(shared, &name).await;
     if pod.clear().await.is_err() {
         lock(&shared.cgroups).extend(pod.home().cgroup().map(str::to_owned));
     }
@@ -299,7 +301,8 @@ async fn remove(shared: &Shared, id: &str) -> bool {
     false
 }
 
-/// Removes what a failed RunPodSandbox has left in CRI's list.
+/// Removes what failed calls of RunPodSandbox have left in CRI's list, as kubelet's garbage
+/// collection does.
 async fn remove_named(shared: &Shared, name: &str) {
     let filter = PodSandboxFilter {
         label_selector: [("churn".to_owned(), name.to_owned())].into(),

@@ -133,10 +133,7 @@ pub(crate) async fn killed_in_run(run: Run) -> Result<Cell> {
 /// Another containerd takes over a running pod.
 pub(crate) async fn upgraded(run: Run) -> Result<Cell> {
     let mut cell = Cell::default();
-    let Some(newer) = &run.newer else {
-        cell.fact("no older release is here");
-        return Ok(cell);
-    };
+    let newer = run.newer.as_ref().context("there is no older release")?;
     let pod = run.pod("upgraded").await?;
     let container = pod.run(ContainerSpec::sh("main", UNTIL)).await?;
     let from = run.node.parts().version();

@@ -22,10 +22,14 @@ type Running = Pin<Box<dyn Future<Output = Result<Cell>>>>;
 /// The longest time of an event, for what hangs.
 const LONGEST: Duration = Duration::from_secs(900);
 
-/// What containerd loses with either handler: what it makes for a pod or a container before it
-/// records it, if it is killed in between, and the bundle of a container that it starts, if the
-/// shim is killed.
-const LOST_BY_CONTAINERD: [Kind; 6] = [
+/// What containerd loses with either handler, if it is killed: what it makes for a pod or a
+/// container before it records it.
+const LOST_WITH_CONTAINERD: &[Kind] =
+    &[Kind::NetworkNamespace, Kind::Interface, Kind::CniResult, Kind::Lease, Kind::Snapshot];
+/// The same, if a shim is killed while containerd starts a container.
+const LOST_WITH_A_SHIM: &[Kind] = &[Kind::Bundle];
+/// Both: the churn kills containerd and shims.
+pub(crate) const LOST_IN_A_CHURN: &[Kind] = &[
     Kind::NetworkNamespace,
     Kind::Interface,
     Kind::CniResult,
@@ -44,7 +48,9 @@ pub(crate) struct Event {
     /// Whether it is part of the short form.
     pub(crate) short: bool,
     /// How long what is left may take to go.
-    pub(crate) settle: Duration,
+    settle: Duration,
+    /// What containerd itself leaves.
+    pub(crate) excused: &'static [Kind],
     run: fn(Run) -> Running,
 }
 
@@ -123,10 +129,9 @@ impl Plan {
         Ok(node)
     }
 
-    /// The leftovers that are no failure of the test: in events that are to settle for so long
-    /// containerd loses something itself.
-    pub(crate) fn excused(&self, settle: Duration) -> &'static [Kind] {
-        if self.short && settle == COLLECT { &LOST_BY_CONTAINERD } else { &[] }
+    /// Leftovers of these kinds do not fail the test. In the table each counts.
+    pub(crate) fn excused(&self, kinds: &'static [Kind]) -> &'static [Kind] {
+        if self.short { kinds } else { &[] }
     }
 
     /// Lets an event happen to a handler, and looks at what is left.
@@ -144,7 +149,7 @@ impl Plan {
             .with_context(|| {
                 format!("{}: {}\n{}", event.what, handler.name(), node.log_tails(10))
             })?;
-        cell.leave(node.left_beside(&before, event.settle, self.excused(event.settle)).await?);
+        cell.leave(node.left_beside(&before, event.settle, self.excused(event.excused)).await?);
         // It ends processes, and waits for them.
         tokio::task::spawn_blocking(move || drop(node)).await?;
         Ok(cell)
@@ -183,11 +188,15 @@ pub(crate) fn inside(container: &str) -> Result<Vec<Proc>> {
 /// Names async functions as runs of events.
 macro_rules! event {
     ($what:expr, $reports:expr, $run:path, $short:expr, $settle:expr) => {
+        event!($what, $reports, $run, $short, $settle, &[])
+    };
+    ($what:expr, $reports:expr, $run:path, $short:expr, $settle:expr, $excused:expr) => {
         Event {
             what: $what,
             reports: &$reports,
             short: $short,
             settle: $settle,
+            excused: $excused,
             run: |run| Box::pin($run(run)),
         }
     };
@@ -224,7 +233,8 @@ fn ends() -> Vec<Event> {
             ["containerd/containerd#6685"],
             shims::killed_in_start,
             true,
-            COLLECT
+            COLLECT,
+            LOST_WITH_A_SHIM
         ),
         event!(
             "the pause process is killed",
@@ -256,7 +266,8 @@ fn ends() -> Vec<Event> {
             ["containerd/cri#568", "containerd/containerd#6095", "containerd/containerd#5410"],
             containerd::killed_in_run,
             true,
-            COLLECT
+            COLLECT,
+            LOST_WITH_CONTAINERD
         ),
     ]
 }
@@ -299,6 +310,12 @@ fn states() -> Vec<Event> {
             true,
             SETTLE
         ),
-        event!(containerd::UPGRADE, ["canonical/microk8s#761"], containerd::upgraded, true, SETTLE),
+        event!(
+            containerd::UPGRADE,
+            ["canonical/microk8s#761"],
+            containerd::upgraded,
+            false,
+            SETTLE
+        ),
     ]
 }

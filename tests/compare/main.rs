@@ -5,11 +5,12 @@
 //!        compare [--only WORD] [--pods N] OLDER PARTS  measure one release
 //!        compare --page VERSION...                     write the page
 //!
-//! As a test it runs this sandboxer alone, which must lose nothing, with the containerd of the
-//! other tests. OLDER and PARTS are directories that `tests/kit/fetch-release` prints: with them
-//! both handlers run, a loss is no failure, and the tables go to `target/compare/VERSION.md`, of
-//! which `docs/compare.md` is made. `--only` runs and prints the events that have WORD in their
-//! text, or `churn`. The environment variable `SANDBOXER` names another program than cargo's.
+//! As a test it runs this sandboxer alone, which must lose nothing but what containerd itself
+//! loses, with the containerd of the other tests. OLDER and PARTS are directories that
+//! `tests/kit/fetch-release` prints: with them both handlers run, a loss is no failure, and the
+//! tables go to `target/compare/VERSION.md`, of which `docs/compare.md` is made. `--only` runs and
+//! prints the events that have WORD in their text, or `churn`. The environment variable
+//! `SANDBOXER` names the program, one of a release; the test takes cargo's.
 //!
 //! Promise: removal_leaves_nothing.
 
@@ -38,7 +39,7 @@ use futures::StreamExt as _;
 use kit::{Handler, Parts};
 
 use cell::Cell;
-use events::{COLLECT, Event, Plan};
+use events::{Event, LOST_IN_A_CHURN, Plan};
 use page::Section;
 
 /// Pods of the churn of the test.
@@ -67,9 +68,9 @@ pub(crate) fn results() -> PathBuf {
     directory
 }
 
-fn sandboxer() -> PathBuf {
-    let named = std::env::var_os("SANDBOXER").map(PathBuf::from);
-    named.unwrap_or_else(|| env!("CARGO_BIN_EXE_pause-sandboxer").into())
+/// The program of a release.
+fn released() -> Result<PathBuf> {
+    Ok(std::env::var_os("SANDBOXER").context("SANDBOXER is not set")?.into())
 }
 
 async fn run() -> Result<()> {
@@ -95,12 +96,12 @@ async fn run() -> Result<()> {
     match rest.as_slice() {
         [older, newer] => {
             let (parts, older) = (parts(newer)?, Some(parts(older)?));
-            let plan = Plan { sandboxer: sandboxer(), parts, older, short: false };
+            let plan = Plan { sandboxer: released()?, parts, older, short: false };
             compare(&plan, &events, pods).await?.write(only.is_some())
         }
         [] => {
-            let plan =
-                Plan { sandboxer: sandboxer(), parts: Parts::get()?, older: None, short: true };
+            let sandboxer = env!("CARGO_BIN_EXE_pause-sandboxer").into();
+            let plan = Plan { sandboxer, parts: Parts::get()?, older: None, short: true };
             test(&plan, events, pods > 0).await
         }
         other => bail!("{other:?}: neither nothing nor two directories"),
@@ -151,7 +152,7 @@ async fn test(plan: &Plan, events: Vec<Event>, churns: bool) -> Result<()> {
     while let Some((event, done)) = done.next().await {
         let what = event.what;
         match done {
-            Ok(cell) if cell.is_clean_but_for(plan.excused(event.settle)) => {
+            Ok(cell) if cell.is_clean_but_for(plan.excused(event.excused)) => {
                 println!("test {what} ... ok: {cell}");
                 passed += 1;
             }
@@ -167,7 +168,7 @@ async fn test(plan: &Plan, events: Vec<Event>, churns: bool) -> Result<()> {
     }
     if churns {
         let churn = churn::run(plan, Handler::Ours, FEW).await?;
-        let clean = churn.left.is_empty_but_for(plan.excused(COLLECT))
+        let clean = churn.left.is_empty_but_for(plan.excused(LOST_IN_A_CHURN))
             && [churn.stuck, churn.codes_lost, churn.not_run] == [0; 3];
         println!("test churn ... {}: {churn:?}", if clean { "ok" } else { "FAILED" });
         (passed, failed) = (passed + usize::from(clean), failed + usize::from(!clean));

@@ -60,7 +60,7 @@ impl Section {
     /// The comparison begins.
     pub(crate) fn begin(version: String) -> Result<Self> {
         let date = output("date", &["-u", "+%F"])?;
-        let commit = output("git", &["rev-parse", "--short", "HEAD"])?;
+        let commit = output("git", &["describe", "--always", "--dirty", "--exclude=*"])?;
         let kernel = output("uname", &["-r"])?;
         let cgroups = if kit::machine::cgroup::unified()? { 2 } else { 1 };
         let cpus = std::thread::available_parallelism()?;
@@ -68,7 +68,7 @@ impl Section {
         let load = load.split_whitespace().nth(1).unwrap_or_default().to_owned();
         let measured = format!(
             "Measured on {date} at {commit} with the release programs: {cpus} processors, Linux \
-             {kernel},\ncgroup version {cgroups}, load average {load} at the beginning."
+             {kernel},\ncgroup version {cgroups}, five-minute load average {load} at the beginning."
         );
         Ok(Self { version, measured, rows: Vec::new(), churn: None })
     }
@@ -129,8 +129,9 @@ fn churn(version: &str, builtin: &Churn, ours: &Churn) -> String {
          namespace and one container, which runs for 0.2 s. After\neach sixth pod one of these is \
          killed, in turn: containerd, a random shim, the sandboxer (not with\nthe built-in), a \
          random shim. A writer syncs each MiB all the time. Calls are repeated for 120 s.\nAs \
-         kubelet does, the churn makes a pod anew that has ended before its container ran. What\n\
-         is left is counted when nothing is left, or {} s after the last pod.\n\n\
+         kubelet does, the churn makes a pod anew that has ended before its container ran, and\n\
+         removes what failed calls of RunPodSandbox have left in CRI's list. Leftovers are \
+         counted {} s\nafter the last pod, or as soon as there are none.\n\n\
          | | built-in | this sandboxer |\n|---|---|---|\n",
         crate::events::COLLECT.as_secs()
     );
