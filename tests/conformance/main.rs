@@ -7,8 +7,7 @@
 //!
 //! All happens in network and IPC namespaces of its own, with a registry on loopback that holds
 //! images made here. CONFORMANCE_DIR names what `tests/kit/fetch-conformance` has fetched,
-//! CONFORMANCE_AT_ONCE how many cases run at a time, CONFORMANCE_LOGS where critest's logs go. With
-//! CONFORMANCE_NRI set the cases of NRI's contract run too; some of them leave pods behind.
+//! CONFORMANCE_AT_ONCE how many cases run at a time, CONFORMANCE_LOGS where critest's logs go.
 //!
 //! Promise: conformance_holds.
 
@@ -36,8 +35,6 @@ use suite::{Critest, Outcome, Outcomes};
 const ALONE: &str = "runc-small";
 /// Cases at a time: most of their time is waiting.
 const AT_ONCE: usize = 4;
-/// Tries of a case that is known to be flaky with all.
-const TRIES: usize = 3;
 /// How long what the pods have left may take to go. Segments of shared memory, which critest
 /// leaves, stay.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -90,9 +87,7 @@ async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
         crictl::session(&directory.join("crictl"), &node, handler, own)
             .with_context(|| format!("crictl with {handler}"))?;
         let before = node.snapshot()?;
-        let mut outcomes = critest.run(&node, handler, focus).await?;
-        again(&critest, &node, handler, &mut outcomes).await?;
-        runs.push(outcomes);
+        runs.push(critest.run(&node, handler, focus).await?);
         if handler != Handler::Builtin.name() {
             let left = node.left_since(&before, SETTLE).await?;
             // Those are of critest itself.
@@ -143,31 +138,6 @@ async fn prepare(node: &Arc<Node>) -> Result<()> {
     fs::write(&path, fs::read_to_string(&path)?.replace(&root, &with))?;
     node.start_containerd().await?;
     node.start_sandboxer().await
-}
-
-/// Tries again what is known to be flaky with all.
-async fn again(
-    critest: &Critest,
-    node: &Node,
-    handler: &str,
-    outcomes: &mut Outcomes,
-) -> Result<()> {
-    for attempt in 2..=TRIES {
-        let flaky: Vec<String> = outcomes
-            .iter()
-            .filter(|(case, outcome)| {
-                matches!(outcome, Outcome::Failed(_)) && known::FLAKY.contains(&case.as_str())
-            })
-            .map(|(case, _)| case.clone())
-            .collect();
-        if flaky.is_empty() {
-            break;
-        }
-        println!("{handler}: try {attempt} of {}", flaky.join("; "));
-        let only: Vec<String> = flaky.iter().map(|case| suite::only(case)).collect();
-        outcomes.extend(critest.run(node, handler, &only).await?);
-    }
-    Ok(())
 }
 
 /// The outcomes by handler.
