@@ -1,5 +1,6 @@
 //! The Helm chart, which installs and removes the sandboxer, with the image that
-//! `packaging/kubernetes/installer-image` builds, which INSTALLER_IMAGE names, and the helm of HELM.
+//! `packaging/kubernetes/installer-image` builds, which INSTALLER_IMAGE names, and with the helm
+//! that HELM names.
 //! The node has no systemd: what the script and `enable` ask of `systemctl` is answered here.
 
 use std::fs;

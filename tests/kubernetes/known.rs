@@ -1,5 +1,4 @@
-//! The known differences between the handlers, and the cases that cannot run.
-//! `docs/compatibility.md` lists both.
+//! The known differences between the handlers, which `docs/compatibility.md` lists.
 
 /// A known difference. `*` stands for any text.
 pub(crate) struct Known {
@@ -35,33 +34,22 @@ pub(crate) const DIFFERENCES: &[Known] = &[
         fact: "cadvisor: container_cpu_usage_seconds_total of sandbox",
         builtin: "1",
         ours: "none",
-        why: "User-mode Linux counts processor time in ticks, and the pause process needs less than \
-              one; cAdvisor has no series of 0 s",
+        why: "User-mode Linux counts processor time in ticks, and the pause process needs less \
+              than one; cAdvisor has no series of 0 s",
         always: false,
     },
 ];
 
-/// Cases that cannot run in a lane of the test machine, and why.
-pub(crate) const NOT_IN_A_LANE: &[(&str, &str)] = &[
-    ("apparmor_profile", "the kernel has no AppArmor"),
-    ("cgroups_of_version_2", "the machine has cgroup version 1: swap, memory QoS, PSI"),
-    ("eviction_under_pressure", "kubelet measures the whole machine, which is not the test's"),
-    ("systemd_cgroup_driver", "systemd does not run; `make test-kubernetes-vm` has it"),
-];
-
-/// Cases that cannot run on the node of `tests/vm`, and why.
-pub(crate) const NOT_ON_A_NODE: &[(&str, &str)] = &[
-    ("apparmor_profile", "the node has no program that loads profiles (apparmor_parser)"),
-    ("pressure_and_swap", "the kernel of User-mode Linux has no PSI, and the node no swap"),
-    ("eviction_under_pressure", "it would evict pods of other cases"),
-    (INSTALLER, "its test answers for systemctl; `make test-kubernetes` runs it"),
-];
-
+/// The case of the Helm chart and the installer.
 pub(crate) const INSTALLER: &str = "installer_and_uninstaller";
 
-/// Those of the machine of this run.
+/// Cases that cannot run on the machine of this run, and why.
 pub(crate) fn cannot_run(on_a_node: bool) -> &'static [(&'static str, &'static str)] {
-    if on_a_node { NOT_ON_A_NODE } else { NOT_IN_A_LANE }
+    if on_a_node {
+        &[(INSTALLER, "its test answers for systemctl; `make test-kubernetes` runs it")]
+    } else {
+        &[]
+    }
 }
 
 /// Whether a text matches a pattern, in which `*` stands for any text.

@@ -105,13 +105,14 @@ fn collected(sides: &[Side; 2]) -> Result<[Facts; 2]> {
     let mut same = 0;
     until("the metrics are complete", 2 * LIMIT, || {
         let now = [all(&sides[0])?, all(&sides[1])?];
-        let names = |facts: &[Facts; 2]| facts.clone().map(|facts| facts.0);
-        let stays = last.as_ref().is_some_and(|last| names(last) == names(&now));
+        let pairs = |facts: &[Facts; 2]| facts.clone().map(|facts| facts.0);
+        let stays = last.as_ref().is_some_and(|last| pairs(last) == pairs(&now));
         same = if stays { same + 1 } else { 0 };
         let complete = |facts: &Facts| facts.get("summary: .cpu.usageNanoCores").is_some();
         let done = same >= 5 && now.iter().all(complete);
         last = Some(now);
-        // Longer than kubelet takes between two looks at a container.
+        // Five equal looks take 25 s: longer than the 15 s that kubelet takes at most between two of
+        // its own.
         std::thread::sleep(std::time::Duration::from_secs(5));
         ensure!(done, "they change");
         Ok(())
