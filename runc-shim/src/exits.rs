@@ -26,8 +26,8 @@ const MAX_UNCLAIMED: usize = 4096;
 /// The exit status of a process that has exited with an unknown status, as in containerd.
 pub const UNKNOWN: u32 = 255;
 
-/// The exit status of a process that was killed by SIGKILL.
-pub const KILLED: u32 = 128 + 9;
+/// The exit status of a process that was killed by SIGKILL: 128 plus the signal.
+pub const KILLED: u32 = 137;
 
 /// The highest signal (signal(7)).
 const LAST_SIGNAL: u32 = 64;
