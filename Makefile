@@ -3,7 +3,8 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help build shim install deb package-files release release-check installer-image manifests \
-	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
+	demo parity test test-unprivileged test-node check fmt lint doc deny advisories machete parts \
+	unit lts \
 	releases test-shim-alone conformance test-kubernetes test-kubernetes-vm chart fuzz \
 	fuzz-short soak test-deb test-vm test-arm64 \
 	mutants prepare tools bench bench-quick budget compare clean
@@ -175,6 +176,9 @@ doc:
 deny: $(DENY)
 	$(DENY) --locked --workspace check --hide-inclusion-graph bans licenses sources
 
+advisories: $(DENY) ## the dependencies against the RustSec database; needs GitHub
+	$(DENY) --locked --workspace check --hide-inclusion-graph advisories
+
 $(DENY):
 	$(INSTALL) --debug --locked --root target/tools --version $(DENY_VERSION) cargo-deny
 
@@ -220,7 +224,7 @@ prepare: ## fetch and build what the other commands of CI need; needs root and G
 	packaging/release/programs $$(dpkg --print-architecture)
 	tests/deb/earlier-packages
 
-# CONFORMANCE="2.0.14 debian" runs it on others than the long-term release.
+# CONFORMANCE="2.3.7 2.4.2" runs it on both releases that it knows.
 conformance: ## critest, the test suite of CRI, with both controllers and shims; needs root and Go
 	directory=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && \
 	export CONFORMANCE_DIR="$$directory" RESULTS_DIR="$(CURDIR)/target/results" && \
@@ -232,7 +236,7 @@ conformance: ## critest, the test suite of CRI, with both controllers and shims;
 
 # One case with its name: KUBERNETES_CASES=deployment
 # Its image is of this architecture only, so that it must not replace one that is for publication.
-test-kubernetes: $(HELM) ## pods of every kind in a cluster of its own; needs root, cgroup v1
+test-kubernetes: $(HELM) ## pods of every kind in a cluster of its own; needs root, Go, cgroup v1
 	$(MAKE) installer-image ARCHES=$$(dpkg --print-architecture) IMAGES=target/image/test
 	parts=$$(tests/kit/fetch-release $(LTS)) && \
 	kubernetes=$$(tests/kit/fetch-kubernetes $(KUBERNETES)) && \
@@ -279,12 +283,12 @@ $(CARGO_MUTANTS):
 soak: parts ## random churn for 10 minutes, or SOAK_SECONDS; needs root
 	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
 
-test-deb: $(DEB) $(RPM) ## the packages on a node of their own, installed to removed; needs Go
+test-deb: $(DEB) $(RPM) ## the packages on a node of their own, installed to removed; needs root, Go
 	tools=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && CRICTL=$$tools/crictl tests/deb/run-in-vm
 
 test-vm: ## the release's programs on a Debian node with systemd and cgroup v2; needs root and Go
-	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts tests/vm/test
-	tests/selinux/run-in-vm
+	parts=$$(tests/kit/fetch-release $(LTS)) && export PARTS_DIR=$$parts && tests/vm/test && \
+		tests/selinux/run-in-vm
 
 # Not part of `make test-node`: emulating another architecture takes as long again.
 test-arm64: ## the short suite on an emulated arm64 node; 20 minutes; needs root
@@ -310,13 +314,15 @@ budget: parts shim ## memory and times of up to 1000 pods, with both controllers
 		$(WITH) $(CARGO) bench --locked --bench bench -- budget $${BUDGET_PODS:-1000}
 
 # The older release is for the upgrade under a running pod.
-compare: build ## both controllers in the bad hour, to docs/compare.md; hours; needs root, Go
+compare: ## both controllers in the bad hour, to docs/compare.md; hours; needs root, Go
+	packaging/release/programs $$(dpkg --print-architecture)
 	tests/kit/build-tests compare >/dev/null
 	for release in $(COMPARE); do \
 		older=$(LTS); [ "$$release" != $(LTS) ] || older=debian; \
 		older=$$(tests/kit/fetch-release $$older) && \
 		parts=$$(tests/kit/fetch-release $$release) && \
-		SANDBOXER=$(CURDIR)/target/release/pause-sandboxer $(CARGO) test --locked --workspace \
+		SANDBOXER=$(CURDIR)/target/programs/$$(dpkg --print-architecture)/pause-sandboxer \
+			$(CARGO) test --locked --workspace \
 			--test compare -- --pods $(PODS) "$$older" "$$parts" || exit 1; \
 	done
 	$(CARGO) test --locked --workspace --test compare -- --page $(COMPARE)
