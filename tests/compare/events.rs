@@ -22,13 +22,13 @@ type Running = Pin<Box<dyn Future<Output = Result<Cell>>>>;
 /// The longest time of an event, for what hangs.
 const LONGEST: Duration = Duration::from_secs(900);
 
-/// What containerd loses with either handler, if it is killed: what it makes for a pod or a
-/// container before it records it.
+/// What containerd loses with either handler, if it is killed in RunPodSandbox: what it makes for a
+/// pod before it records it.
 const LOST_WITH_CONTAINERD: &[Kind] =
-    &[Kind::NetworkNamespace, Kind::Interface, Kind::CniResult, Kind::Lease, Kind::Snapshot];
+    &[Kind::NetworkNamespace, Kind::Interface, Kind::CniResult, Kind::Lease];
 /// The same, if a shim is killed while containerd starts a container.
 const LOST_WITH_A_SHIM: &[Kind] = &[Kind::Bundle];
-/// Both: the churn kills containerd and shims.
+/// Both, and what it makes for a container: the churn kills containerd and shims at any time.
 pub(crate) const LOST_IN_A_CHURN: &[Kind] = &[
     Kind::NetworkNamespace,
     Kind::Interface,

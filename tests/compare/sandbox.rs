@@ -5,6 +5,7 @@ use std::io::Write as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command};
+use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -154,7 +155,14 @@ pub(crate) fn pulls_unused(parts: &Parts) -> bool {
 pub(crate) fn offline() -> Result<PathBuf> {
     let path = crate::results().join("offline.toml");
     let table = r#"[plugins."io.containerd.cri.v1.images".pinned_images]"#;
-    fs::write(&path, format!("version = 3\n{table}\nsandbox = \"{IMAGE}\"\n"))?;
+    // A containerd of another event may read it at any time.
+    static WRITE: Once = Once::new();
+    let mut written = Ok(());
+    WRITE.call_once(|| {
+        let text = format!("version = 3\n{table}\nsandbox = \"{IMAGE}\"\n");
+        written = crate::page::replace(&path, &text);
+    });
+    written?;
     Ok(path)
 }
 
