@@ -3,8 +3,8 @@
 use anyhow::{Context, Result};
 
 /// Cases that are not run. One wants an image by its digest, which none that is made here can have.
-/// Two skip themselves by chance and leave pods behind, because containerd loses containers that are
-/// created while a plugin of NRI connects.
+/// Two skip themselves by chance and leave pods behind, because containerd loses containers that
+/// are created while a plugin of NRI connects.
 pub(crate) const NOT_RUN: [&str; 3] = [
     "[k8s.io] Image Manager public image with digest should be pulled and removed [Conformance]",
     "[k8s.io] NRI plugin synchronization should receive a callback for container created during \

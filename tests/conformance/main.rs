@@ -80,6 +80,9 @@ async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
         Err(_) => AT_ONCE,
     };
     let critest = Critest::new(directory.to_owned(), at_once);
+    let version = node.parts().version();
+    // A part of the cases has no floor.
+    let floor = if focus.is_empty() { known::floor(&version)? } else { 0 };
     let mut runs = Vec::new();
     for handler in [Handler::Builtin.name(), Handler::Ours.name(), ALONE] {
         // The first pod makes what stays, such as the bridge.
@@ -103,9 +106,6 @@ async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
     drop(cgroup::remove(cgroup::WITHOUT_PARENT));
     let [builtin, ours, alone] = runs.as_slice() else { unreachable!("three handlers") };
     let runs = Runs { builtin, ours, alone };
-    let version = node.parts().version();
-    // A part of the cases has no floor.
-    let floor = if focus.is_empty() { known::floor(&version)? } else { 0 };
     let fine = runs.compare(floor);
     runs.write(&version, directory)?;
     Ok(fine)
