@@ -111,8 +111,8 @@ fn collected(sides: &[Side; 2]) -> Result<[Facts; 2]> {
         let complete = |facts: &Facts| facts.get("summary: .cpu.usageNanoCores").is_some();
         let done = same >= 5 && now.iter().all(complete);
         last = Some(now);
-        // Five equal looks take 25 s: longer than the 15 s that kubelet takes at most between two of
-        // its own.
+        // Five equal looks take 25 s, longer than kubelet takes between two of its own: 15 s at
+        // most.
         std::thread::sleep(std::time::Duration::from_secs(5));
         ensure!(done, "they change");
         Ok(())

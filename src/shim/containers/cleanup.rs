@@ -85,8 +85,8 @@ impl PodShim {
         if exited_well(exit) {
             log::debug!(sandbox = self.id(), status = exit.status; "empty shim exited");
         } else {
-            // No container of it has run, or containerd has ended them first, as it does from 2.4
-            // on.
+            // It has no container that ran, or containerd has ended its containers first, as it
+            // does from 2.4 on.
             log::warn!(sandbox = self.id(), status = exit.status;
                 "shim exited, and no container that ran is left: the pod stays");
             unknown.retain(|process| process.is_below(pod.cgroup_parent()));
