@@ -136,8 +136,8 @@ const BOUNDS: [Bound; 30] = [
         key: "cpu_exec_builtin_over_ours",
         what: "its processor time in containerd, sandboxer and shim, without runc",
         hold: AtLeast(3.0),
-        held_back_by: "containerd's own work, cpu_per_exec_…_in_containerd_ms, which is equal \
-            with both",
+        held_back_by: "containerd's own work, cpu_per_exec_…_in_containerd_ms, which is most \
+            of ours",
     },
     Bound {
         key: "idle_wakeups_builtin_over_ours",

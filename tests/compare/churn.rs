@@ -110,7 +110,7 @@ pub(crate) async fn run(plan: &Plan, handler: Handler, pods: usize) -> Result<Ch
         writer.join().ok().context("the writer panicked")??;
     }
     killer.with_context(|| node.log_tails(10))?;
-    sweep(&node).await;
+    sweep(&node, PodSandboxFilter::new()).await;
     let excused = plan.excused(LOST_IN_A_CHURN);
     let mut left = node.left_beside(&before, COLLECT, excused).await?;
     if !left.is_empty_but_for(excused) {
@@ -212,7 +212,7 @@ async fn live_once(shared: &Shared, nth: usize) -> Result<bool> {
             Ok(id) => break Some(id),
             Err(_) if begun.elapsed() > AGAIN => break None,
             Err(_) => {
-                remove_named(shared, &name).await;
+                sweep(&shared.node, named(&name)).await;
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
         }
@@ -232,7 +232,7 @@ async fn live_once(shared: &Shared, nth: usize) -> Result<bool> {
         eprintln!("compare: {name} cannot be removed");
         lock(&shared.counts).stuck += 1;
     }
-    remove_named(shared, &name).await;
+    sweep(&shared.node, named(&name)).await;
     if pod.clear().await.is_err() {
         lock(&shared.cgroups).extend(pod.home().cgroup().map(str::to_owned));
     }
@@ -306,22 +306,18 @@ async fn remove(shared: &Shared, id: &str) -> bool {
     false
 }
 
-/// Removes what failed calls of RunPodSandbox have left in CRI's list, as kubelet's garbage
-/// collection does.
-async fn remove_named(shared: &Shared, name: &str) {
-    let filter = PodSandboxFilter {
+/// The pods of this name.
+fn named(name: &str) -> PodSandboxFilter {
+    PodSandboxFilter {
         label_selector: [("churn".to_owned(), name.to_owned())].into(),
         ..Default::default()
-    };
-    for pod in shared.node.cri().list_pod_sandbox(filter).await.unwrap_or_default() {
-        let _ = shared.node.cri().stop_pod_sandbox(&pod.id).await;
-        let _ = shared.node.cri().remove_pod_sandbox(&pod.id).await;
     }
 }
 
-/// Removes every pod that CRI lists, once, as kubelet's garbage collection does.
-async fn sweep(node: &Node) {
-    for pod in node.cri().list_pod_sandbox(PodSandboxFilter::new()).await.unwrap_or_default() {
+/// Removes these pods of CRI's list, once, as kubelet's garbage collection does: failed calls of
+/// RunPodSandbox leave some.
+async fn sweep(node: &Node, filter: PodSandboxFilter) {
+    for pod in node.cri().list_pod_sandbox(filter).await.unwrap_or_default() {
         let _ = node.cri().stop_pod_sandbox(&pod.id).await;
         let _ = node.cri().remove_pod_sandbox(&pod.id).await;
     }
