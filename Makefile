@@ -41,12 +41,11 @@ HELM := target/tools/bin/helm
 IMAGES ?= target/image
 # Architectures of a release; the machine's own must be among them.
 ARCHES ?= amd64 arm64
-# containerd's long-term release, and the newest of the other releases that nodes run; `debian` is
-# Debian's 2.1.
+# containerd's long-term release, and the newest of the other releases that nodes run.
 LTS := 2.3.7
-RELEASES := 2.0.14 debian 2.4.2
+RELEASES := 2.0.14 2.1.9 2.4.2
 # The releases of `make test-shim-alone`.
-ALONE ?= $(LTS) debian 2.4.2
+ALONE ?= $(LTS) 2.1.9 2.4.2
 # The release whose kubelet and control plane `make test-kubernetes` runs; KUBERNETES=1.36.4 is
 # another.
 KUBERNETES ?= 1.37.2
@@ -318,7 +317,7 @@ compare: ## both controllers in the bad hour, to docs/compare.md; hours; needs r
 	packaging/release/programs $$(dpkg --print-architecture)
 	tests/kit/build-tests compare >/dev/null
 	for release in $(COMPARE); do \
-		older=$(LTS); [ "$$release" != $(LTS) ] || older=debian; \
+		older=$(LTS); [ "$$release" != $(LTS) ] || older=2.1.9; \
 		older=$$(tests/kit/fetch-release $$older) && \
 		parts=$$(tests/kit/fetch-release $$release) && \
 		SANDBOXER=$(CURDIR)/target/programs/$$(dpkg --print-architecture)/pause-sandboxer \
