@@ -273,16 +273,29 @@ impl Cgroups {
         let mut failed = self.in_each("kill what is in cgroup", &scope.path, |hierarchy| {
             self.kill_members(hierarchy, &scope.path)
         });
-        failed.extend(self.systemd.stop(&scope.unit).err());
-        failed.extend(self.remove_directory(&scope.path));
+        let stopped = self.systemd.stop(&scope.unit);
+        let removed = self.remove_directory(&scope.path);
+        match stopped {
+            // The scope ended with its cgroup, whatever the bus or a busy systemd answered.
+            Err(e) if removed.is_empty() => {
+                log::warn!("failed to stop a scope; removed its cgroup: {e}");
+            }
+            stopped => failed.extend(stopped.err()),
+        }
+        failed.extend(removed);
         failed
     }
 
-    /// Whether the cgroup is there in any hierarchy.
+    /// Whether the cgroup is there in any hierarchy, or may be: it cannot be opened.
     fn exists(&self, cgroup: &CStr) -> bool {
         // An empty path is the root.
         cgroup.is_empty()
-            || self.hierarchies.iter().any(|hierarchy| hierarchy.open_directory(cgroup).is_ok())
+            || self.hierarchies.iter().any(|hierarchy| {
+                !matches!(
+                    hierarchy.open_directory(cgroup),
+                    Err(Errno::NOENT | Errno::NOTDIR | Errno::NODEV)
+                )
+            })
     }
 
     /// Removes the cgroup from every hierarchy where it is empty by then. What is in it stays.

@@ -229,6 +229,29 @@ fn cleanup_removes_what_an_interrupted_start_left() {
     nothing_left(&plan);
 }
 
+/// A bus that does not answer, as during a long reload of systemd, fails no removal.
+#[test]
+fn cleanup_needs_no_answer_of_the_bus() {
+    let _alone = alone();
+    let plan = plan();
+    let pause = start(&plan);
+    // The scope stays when the pause ends.
+    let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    for directory in cgroup(&path(&plan)) {
+        fs::write(directory.join("cgroup.procs"), child.id().to_string()).unwrap();
+    }
+    let reaper = thread::spawn(move || child.wait().unwrap());
+    end(&*pause);
+    let bus = Pid::from_raw(show("dbus.service", "MainPID").parse().unwrap());
+    assert!(bus.as_raw() > 1);
+    kill(bus, Signal::SIGSTOP).unwrap();
+    let cleaned = DRIVER.cleanup(&plan.cgroup_ref());
+    kill(bus, Signal::SIGCONT).unwrap();
+    assert!(!reaper.join().unwrap().success());
+    cleaned.unwrap();
+    nothing_left(&plan);
+}
+
 #[test]
 fn another_daemon_adopts() {
     let _alone = alone();
