@@ -22,8 +22,12 @@ const SYSTEMD: &str = "org.freedesktop.systemd1";
 const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
 
-/// How long a unit may take to start or to stop, connecting to the bus included.
-const JOB_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a unit may take to start, connecting to the bus included: as long as runc gives the
+/// scopes of containers. systemd answers late while it reloads or boots a node.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long a scope may take to stop. Its cgroup is removed in any case.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a unit of the same name may still be known after its end, and how often that is looked
 /// at.
@@ -119,7 +123,7 @@ impl Systemd {
         let unit = scope.unit.as_str();
         let none: Vec<(&str, Vec<(&str, Variant<'_>)>)> = Vec::new();
         let body = (unit, MODE_FAIL, properties, none);
-        self.call_manager("start scope", unit, async {
+        self.call_manager("start scope", unit, START_TIMEOUT, async {
             let connection = self.connection().await?;
             let begun = Instant::now();
             loop {
@@ -140,7 +144,7 @@ impl Systemd {
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.
     pub(super) fn start_slice(&self, slice: &str) -> Result<(), StepError> {
-        self.call_manager("start slice", slice, async {
+        self.call_manager("start slice", slice, START_TIMEOUT, async {
             job(&self.connection().await?, slice, "StartUnit", &(slice, MODE_FAIL)).await
         })
     }
@@ -150,7 +154,7 @@ impl Systemd {
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.
     pub(super) fn stop(&self, unit: &str) -> Result<(), StepError> {
-        self.call_manager("stop scope", unit, async {
+        self.call_manager("stop scope", unit, STOP_TIMEOUT, async {
             match job(&self.connection().await?, unit, "StopUnit", &(unit, MODE_REPLACE)).await {
                 Err(e) if e.is(NO_SUCH_UNIT) => Ok(()),
                 done => done,
@@ -167,16 +171,15 @@ impl Systemd {
         &self,
         what: &'static str,
         unit: &str,
+        timeout: Duration,
         exchange: impl Future<Output = Result<(), Fault>>,
     ) -> Result<(), StepError> {
         let late = || {
-            io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("not done within {} s", JOB_TIMEOUT.as_secs()),
-            )
+            let reason = format!("not done within {} s", timeout.as_secs());
+            io::Error::new(io::ErrorKind::TimedOut, reason)
         };
         let done = self.handle().and_then(|handle| {
-            let bounded = async { tokio::time::timeout(JOB_TIMEOUT, exchange).await };
+            let bounded = async { tokio::time::timeout(timeout, exchange).await };
             handle.block_on(bounded).map_err(|_| late())?.map_err(io::Error::from)
         });
         done.map_err(|e| StepError::at(what, unit, e))
@@ -279,7 +282,9 @@ mod tests {
         let systemd = Systemd::default();
         let unit = "x.scope";
         let fail = |fault: Fault| {
-            systemd.call_manager("stop scope", unit, async { Err(fault) }).unwrap_err().to_string()
+            let called =
+                systemd.call_manager("stop scope", unit, STOP_TIMEOUT, async { Err(fault) });
+            called.unwrap_err().to_string()
         };
         assert_eq!(
             fail(Fault::Job("dependency".to_owned())),
