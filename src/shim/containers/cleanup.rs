@@ -29,8 +29,8 @@ pub(in crate::shim) struct ShimLeftovers {
     /// Containers of which only the runtime still has a state, or that were being created: those
     /// have not run, and their creation fails.
     forgotten: Vec<Container>,
-    /// Processes in the pod's namespaces whose containers are unknown: killed with the sandbox, and
-    /// no reason to fail it. If the pod stays, those that are not in its cgroup stay as well.
+    /// Processes in the pod's namespaces, and in a cgroup below its parent, whose containers are
+    /// unknown: killed, and no reason to fail the sandbox.
     unknown: Vec<UnknownProcess>,
 }
 
@@ -69,7 +69,7 @@ impl PodShim {
         pod: &Arc<dyn Pod>,
     ) -> Result<(), StepError> {
         let searched = pod.clone();
-        let ShimLeftovers { lost, forgotten, mut unknown } =
+        let ShimLeftovers { lost, forgotten, unknown } =
             self.blocking(move |shim| shim.find_left(exit, &*searched)).await.flatten()?;
         if !lost.is_empty() {
             let left = [lost, forgotten].concat();
@@ -89,7 +89,6 @@ impl PodShim {
             // does from 2.4 on.
             log::warn!(sandbox = self.id(), status = exit.status;
                 "shim exited, and no container that ran is left: the pod stays");
-            unknown.retain(|process| process.is_below(pod.cgroup_parent()));
             self.kill_unknown(&unknown);
         }
         self.clean_up_and_log(forgotten).await;
@@ -126,8 +125,9 @@ impl PodShim {
 
     /// Finds the containers and processes that an exited shim left. Blocks.
     fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<ShimLeftovers, StepError> {
-        let NamespaceMembers { containers: mut lost, unknown } =
+        let NamespaceMembers { containers: mut lost, mut unknown } =
             self.find_namespace_members(pod)?;
+        unknown.retain(|process| process.is_below(pod.cgroup_parent()));
         // In this order: a bundle that is removed between the two is forgotten.
         let mut bundles = self.find_begun()?;
         let mut forgotten = self.find_forgotten()?;
