@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -175,13 +175,16 @@ fn dead_pause(side: &Side) -> Result<Facts> {
         at(pod, "status.podIP") != ip
             && at(pod, "status.containerStatuses.0.state.running.startedAt") != "none"
     })?;
-    facts.add("restarts", at(&pod, "status.containerStatuses.0.restartCount"));
-    let last = "status.containerStatuses.0.lastState.terminated";
-    facts.add("reason", at(&pod, &format!("{last}.reason")));
-    facts.add("exit code", at(&pod, &format!("{last}.exitCode")));
+    // kubelet may see the end of the container before that of the sandbox. It then tries to start
+    // the container in the old sandbox, which fails.
+    let status = |field: &str| at(&pod, &format!("status.containerStatuses.0.{field}"));
+    let last = |field: &str| status(&format!("lastState.terminated.{field}"));
+    let (restarts, reason, code) = (status("restartCount"), last("reason"), last("exitCode"));
+    match (restarts.as_str(), reason.as_str(), code.as_str()) {
+        ("1", "Error", "137") | ("2", "StartError", "128") => {}
+        other => bail!("restarts, reason and exit code are {other:?}"),
+    }
     facts.expect("runs", side.sh("orphaned", "echo yes")?, "yes")?;
-    // The others depend on what kubelet sees first: the end of the container or of the sandbox. In
-    // the former case it tries to start the container again, which fails.
     let changed = side.events("orphaned")?.contains("SandboxChanged");
     facts.expect("SandboxChanged", changed, "true")?;
     side.delete(&["pod/orphaned"])?;
