@@ -293,7 +293,7 @@ impl Cgroups {
             || self.hierarchies.iter().any(|hierarchy| {
                 !matches!(
                     hierarchy.open_directory(cgroup),
-                    Err(Errno::NOENT | Errno::NOTDIR | Errno::NODEV)
+                    Err(Errno::NOENT | Errno::NOTDIR | Errno::NODEV | Errno::NAMETOOLONG)
                 )
             })
     }
@@ -390,6 +390,13 @@ pub(crate) fn tasks(cgroup: &CStr) -> CString {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_that_is_too_long_is_absent() {
+        let cgroups = Cgroups::unified_at(Path::new("/tmp")).unwrap();
+        let long = CString::new("a/".repeat(3000)).unwrap();
+        assert!(cgroups.exists(c"") && !cgroups.exists(c"none") && !cgroups.exists(&long));
+    }
 
     #[test]
     fn nothing_mounted() {
