@@ -23,10 +23,11 @@ const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
 
 /// How long a unit may take to start, connecting to the bus included: as long as runc gives the
-/// scopes of containers. systemd answers late while it reloads or boots a node.
+/// scopes of containers. systemd answers late while it reloads or the
+/// node boots.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a scope may take to stop. Its cgroup is removed in any case.
+/// How long a removal waits for the scope to stop before it removes the cgroup itself.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a unit of the same name may still be known after its end, and how often that is looked

@@ -30,7 +30,7 @@ pub(in crate::shim) struct ShimLeftovers {
     /// have not run, and their creation fails.
     forgotten: Vec<Container>,
     /// Processes in the pod's namespaces, and in a cgroup below its parent, whose containers are
-    /// unknown: killed, and no reason to fail the sandbox.
+    /// unknown: killed, and no reason to fail the sandbox. A pod without a parent has none.
     unknown: Vec<UnknownProcess>,
 }
 
