@@ -13,7 +13,7 @@ pub(crate) const NOT_RUN: [&str; 3] = [
      the race condition during initialization",
 ];
 
-/// How many cases at least pass with each of the three, by the beginning of containerd's version:
+/// How many cases at least pass with this sandboxer, by the beginning of containerd's version:
 /// a case that none runs any more, or that all fail, is no success. Where the kernel has AppArmor
 /// there are more. Older releases than 2.3 have none: their NRI leaves a pod whose plugin fails.
 const FLOORS: [(&str, usize); 2] = [("2.3.", 123), ("2.4.", 124)];

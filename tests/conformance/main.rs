@@ -91,16 +91,17 @@ async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
             .with_context(|| format!("crictl with {handler}"))?;
         let before = node.snapshot()?;
         runs.push(critest.run(&node, handler, focus).await?);
-        if handler != Handler::Builtin.name() {
-            let left = node.left_since(&before, SETTLE).await?;
-            // Those are of critest itself.
-            let left: Vec<String> = left
-                .iter()
-                .filter(|thing| !matches!(thing, Thing::Segment(..)))
-                .map(ToString::to_string)
-                .collect();
-            ensure!(left.is_empty(), "{handler}: left behind:\n  {}", left.join("\n  "));
+        let mut left = node.left_since(&before, SETTLE).await?;
+        if handler == Handler::Builtin.name() {
+            // If a plugin of NRI refuses a pod, containerd may not remove it.
+            left.retain(|thing| matches!(thing, Thing::Pod(..) | Thing::Record(..)));
+            node.remove_left(&left).await?;
+            continue;
         }
+        // Segments are of critest itself.
+        left.retain(|thing| !matches!(thing, Thing::Segment(..)));
+        let text = left.iter().map(|thing| format!("\n  {thing}")).collect::<String>();
+        ensure!(left.is_empty(), "{handler}: left behind:{text}");
     }
     // Pods without a cgroup parent have made it. Another node's may be in it.
     drop(cgroup::remove(cgroup::WITHOUT_PARENT));
@@ -159,7 +160,7 @@ impl Runs<'_> {
     }
 
     /// Prints what did not pass with all, and whether the other two pass all that the built-in
-    /// controller with containerd's shim passes, and all three at least `floor` cases.
+    /// controller with containerd's shim passes, and this sandboxer at least `floor` cases.
     fn compare(&self, floor: usize) -> bool {
         let none = Outcome::Failed("it did not run".to_owned());
         let mut regressions = 0;
@@ -185,9 +186,9 @@ impl Runs<'_> {
         println!(
             "conformance: {regressions} passed with the built-in controller and not with another"
         );
-        let few = counts.iter().any(|(_, count)| *count < floor);
+        let few = passed(self.ours) < floor;
         if few {
-            println!("conformance: {floor} cases pass with each on this release of containerd");
+            println!("conformance: {floor} cases pass with this sandboxer on this release");
         }
         regressions == 0 && !few
     }
