@@ -23,8 +23,7 @@ const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
 
 /// How long a unit may take to start, connecting to the bus included: as long as runc gives the
-/// scopes of containers. systemd answers late while it reloads or the
-/// node boots.
+/// scopes of containers. systemd answers late while it reloads or the node boots.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a removal waits for the scope to stop before it removes the cgroup itself.

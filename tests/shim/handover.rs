@@ -218,9 +218,22 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(
         other.is_ready().await? && inside(foreign.id())?.len() == 2,
         "the foreign container was touched"
     );
-    // A shim that dies ends the pod, and no process of another's cgroup.
+    // A shim that dies ends the pod, with processes of unknown containers below the pod's cgroup,
+    // and no process of another's cgroup.
+    let below = format!("{}/{}", pod.config().linux.cgroup_parent, "6".repeat(64));
+    let mut lost = Visitor::new(pause, None, below.trim_start_matches('/'))?;
+    lost.arrived(pause).await?;
     signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
     until("not ready", SOON, async || not_ready(&pod).await).await?;
+    until("the end of the pod's own", SOON, || {
+        let lives = lost.lives();
+        async move {
+            ensure!(!lives?, "it lives on in a pod that is gone");
+            Ok(())
+        }
+    })
+    .await?;
+    drop(lost);
     removed(&pod).await?;
     ensure!(agent.lives()? && unknown.lives()?, "a visitor was killed with the pod");
     ensure!(foreign.sh("echo lives").await?.trim() == "lives", "the foreign container was touched");
