@@ -1,5 +1,7 @@
 //! Processes that are executed in a container.
 
+use std::time::Duration;
+
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::ttrpc::Code;
 
@@ -50,7 +52,7 @@ fn an_exec_that_cannot_be_started_has_not_succeeded() {
     std::thread::scope(|scope| {
         let early = scope.spawn(wait);
         // Most likely it waits by then.
-        std::thread::sleep(std::time::Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(100));
         pod.start("a", "bad").unwrap_err();
         let (early, late) = (early.join().unwrap(), wait());
         assert_eq!((early.exit_status, late.exit_status), (255, 255));
@@ -107,6 +109,33 @@ fn a_process_without_standard_input_cannot_write_to_it() {
     pod.exec("a", "e", script, &Container::default()).unwrap();
     pod.start("a", "e").unwrap();
     assert_eq!(pod.wait("a", "e").unwrap(), 4);
+    pod.end("a");
+    pod.shut_down();
+}
+
+/// containerd opens the FIFOs of an exec in threads of their own, which wait for a writer, and it
+/// waits for them after the exit.
+#[test]
+fn the_reader_of_an_exec_may_come_after_its_exit() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    let (stdout, stderr) = (pod.fifo("out"), pod.fifo("err"));
+    let with = Container { stdout: stdout.clone(), stderr: stderr.clone(), ..Default::default() };
+    pod.exec("a", "e", "echo word", &with).unwrap();
+    pod.start("a", "e").unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 0);
+    // Most likely the streams have ended by then.
+    std::thread::sleep(Duration::from_millis(100));
+    let readers = [stdout, stderr].map(|path| {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        // A thread that waits in open(2) cannot be joined.
+        std::thread::spawn(move || sender.send(std::fs::read_to_string(path)));
+        receiver
+    });
+    let said =
+        readers.map(|it| it.recv_timeout(Duration::from_secs(60)).expect("the end").unwrap());
+    assert_eq!(said, ["word\n", ""]);
+    pod.delete("a", "e").unwrap();
     pod.end("a");
     pod.shut_down();
 }

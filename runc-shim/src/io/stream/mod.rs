@@ -262,11 +262,13 @@ impl Stream {
     }
 
     /// Closes the shim's own reading end, and says whether the FIFO may be closed: it has a reader,
-    /// or it is empty, or its name was removed, so that it cannot get a reader.
+    /// or its name was removed, so that it cannot get one. An empty FIFO is no exception: containerd
+    /// opens it in a thread of its own, which may be later than the end of a short exec, and an open
+    /// without a writer would wait forever, and the exec with it.
     fn may_close(&mut self) -> bool {
         self.reader = None;
         let is_removed = rustix::fs::fstat(&self.to).is_ok_and(|stat| stat.st_nlink == 0);
-        is_removed || self.has_reader() || rustix::io::ioctl_fionread(&self.to).unwrap_or(0) == 0
+        is_removed || self.has_reader()
     }
 }
 

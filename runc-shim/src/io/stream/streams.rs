@@ -214,24 +214,26 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("fifo");
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
-        rustix::fs::mkfifoat(rustix::fs::CWD, &path, mode).unwrap();
         let open = || std::fs::File::options().read(true).write(true).open(&path).unwrap();
-        let (from, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
-        let to = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::CLOEXEC;
-        let reader = open();
-        let to = rustix::fs::open(&path, to, rustix::fs::Mode::empty()).unwrap();
-        let mut streams = Streams::default();
-        let stream = Stream::output(from, to, Some(reader.into())).unwrap();
-        streams.add(1, stream, &Reactor::new().unwrap());
-        rustix::io::write(&writer, b"word").unwrap();
-        drop(writer);
-        streams.run();
-        assert_eq!(streams.take_ended(), 1);
-        assert!(!streams.is_empty(), "the output has no reader yet");
-        std::fs::remove_file(&path).unwrap();
-        std::thread::sleep(FIRST_WAIT);
-        streams.handle_timeouts();
-        assert!(streams.is_empty(), "the output cannot get a reader any more");
+        for words in ["words", ""] {
+            rustix::fs::mkfifoat(rustix::fs::CWD, &path, mode).unwrap();
+            let (from, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
+            let to = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::CLOEXEC;
+            let reader = open();
+            let to = rustix::fs::open(&path, to, rustix::fs::Mode::empty()).unwrap();
+            let mut streams = Streams::default();
+            let stream = Stream::output(from, to, Some(reader.into())).unwrap();
+            streams.add(1, stream, &Reactor::new().unwrap());
+            rustix::io::write(&writer, words.as_bytes()).unwrap();
+            drop(writer);
+            streams.run();
+            assert_eq!(streams.take_ended(), 1);
+            assert!(!streams.is_empty(), "{words:?}: the FIFO has no reader yet");
+            std::fs::remove_file(&path).unwrap();
+            std::thread::sleep(FIRST_WAIT);
+            streams.handle_timeouts();
+            assert!(streams.is_empty(), "{words:?}: the FIFO cannot get a reader any more");
+        }
     }
 
     #[test]
