@@ -26,10 +26,13 @@ const EOT: u8 = 4;
 /// Delay before another write after one that has failed, for example because the disk is full.
 const FAILED_WAIT: Duration = Duration::from_millis(500);
 
+/// Delay before the first check for a reader of a FIFO whose stream has ended.
+const FIRST_WAIT: Duration = Duration::from_millis(20);
+
 /// One stream: bytes are copied in one direction.
 #[derive(Debug)]
 pub struct Stream {
-    /// `None`: the input of a terminal has ended. The stream ends when its buffer is written.
+    /// `None`: it has ended. The stream ends when its buffer is written and the FIFO has a reader.
     from: Option<OwnedFd>,
     to: OwnedFd,
     /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader. `None`
@@ -40,8 +43,8 @@ pub struct Stream {
     /// The process's end is a terminal.
     is_terminal: bool,
     buffer: Buffer,
-    /// All is copied and the FIFO is kept open for a reader: the time of the next check, and the
-    /// delay before it.
+    /// Nothing more is copied, `from` is closed, and the FIFO waits for a reader: the time of the
+    /// next check, and the delay before it.
     last_wait: Option<(Instant, Duration)>,
     /// The process has exited: the stream ends when its pending output is copied.
     finishing: bool,
@@ -261,10 +264,22 @@ impl Stream {
         !is(&self.to, PollFlags::ERR)
     }
 
+    /// At the end of an output: keeps the FIFO open until it has a reader, if it has none yet.
+    /// False: the FIFO may be closed.
+    fn wait_for_reader(&mut self) -> bool {
+        if self.reader.is_none() || self.may_close() {
+            return false;
+        }
+        self.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
+        // A terminal hangs up.
+        self.from = None;
+        true
+    }
+
     /// Closes the shim's own reading end, and says whether the FIFO may be closed: it has a reader,
-    /// or its name was removed, so that it cannot get one. An empty FIFO is no exception: containerd
-    /// opens it in a thread of its own, which may be later than the end of a short exec, and an open
-    /// without a writer would wait forever, and the exec with it.
+    /// or its name was removed, so that it cannot get one. An empty FIFO also waits for a reader:
+    /// containerd opens each FIFO in a thread of its own, perhaps only after a short exec has
+    /// exited. If the FIFO has no writer then, that open never returns, and neither does ExecSync.
     fn may_close(&mut self) -> bool {
         self.reader = None;
         let is_removed = rustix::fs::fstat(&self.to).is_ok_and(|stat| stat.st_nlink == 0);

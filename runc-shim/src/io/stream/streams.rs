@@ -11,8 +11,7 @@ use super::{CopyResult, Stream};
 use crate::log;
 use crate::reactor::{Reactor, Source};
 
-/// Delays between checks for a reader of the last output: the first and the longest.
-const FIRST_WAIT: Duration = Duration::from_millis(20);
+/// Longest delay between checks for a reader of a FIFO whose stream has ended.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
 /// The streams of a process.
@@ -23,6 +22,8 @@ pub struct Streams {
     streams: BTreeMap<u32, Stream>,
     /// How many output streams have ended.
     ended: usize,
+    /// The process was deleted.
+    is_deleted: bool,
     /// The ids of streams that may have more to copy.
     ready: Vec<u32>,
     /// An error of epoll was logged.
@@ -114,13 +115,18 @@ impl Streams {
     }
 
     /// Handles the deletion of the process: pending output is still copied as long as its FIFO has
-    /// a reader; any other stream is closed. What other processes with the same pipe write later is
-    /// not copied: containerd waits for the end of the output of a deleted exec (`process.Delete`
-    /// of its client), and these processes may never exit.
+    /// a reader. A FIFO without one gets no further output and waits for one for about
+    /// [`LONGEST_WAIT`]: a container may be deleted while containerd opens the FIFOs of its execs.
+    /// Any other stream is closed. What other processes with the same pipe write later is not
+    /// copied: containerd waits for the end of the output of a deleted exec (`process.Delete` of
+    /// its client), and these processes may never exit.
     pub fn process_deleted(&mut self) {
+        self.is_deleted = true;
         self.streams.retain(|_, stream| {
-            stream.reader = None;
-            let is_pending = stream.is_output && stream.last_wait.is_none() && stream.is_to_fifo();
+            if stream.last_wait.is_some() || stream.wait_for_reader() {
+                return true;
+            }
+            let is_pending = stream.is_output && stream.is_to_fifo();
             // A terminal has no pipe size; it holds less.
             let size = |from| rustix::pipe::fcntl_getpipe_size(from).unwrap_or(PIPE);
             let in_pipe = stream.from.as_ref().map_or(0, size);
@@ -152,8 +158,8 @@ impl Streams {
         times.flatten().min()
     }
 
-    /// Closes the FIFOs that have got a reader, copies the streams whose next attempt is due, and
-    /// gives memory back.
+    /// Closes the FIFOs that have got a reader or lost their name, copies the streams whose next
+    /// attempt is due, and gives memory back.
     pub fn handle_timeouts(&mut self) {
         let now = Instant::now();
         for stream in self.streams.values_mut() {
@@ -170,7 +176,7 @@ impl Streams {
         self.streams.retain(|_, stream| {
             let Some((at, wait)) = stream.last_wait else { return true };
             if at <= now {
-                if stream.may_close() {
+                if stream.may_close() || (self.is_deleted && wait * 2 > LONGEST_WAIT) {
                     return false;
                 }
                 let wait = (wait * 2).min(LONGEST_WAIT);
@@ -180,14 +186,13 @@ impl Streams {
         });
     }
 
-    /// Ends a stream. The FIFO of an output stays open until the last output has a reader, because
-    /// it has none while containerd restarts.
+    /// Ends a stream. The FIFO of an output stays open, also an empty one, until it has a reader:
+    /// containerd may be restarting, or may not have opened it yet.
     fn end(&mut self, id: u32) {
         let Some(stream) = self.streams.get_mut(&id) else { return };
         if stream.is_output {
             self.ended += 1;
-            if stream.reader.is_some() && !stream.may_close() {
-                stream.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
+            if stream.wait_for_reader() {
                 return;
             }
         } else if stream.from.is_none() {
@@ -200,30 +205,39 @@ impl Streams {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::OwnedFd;
+    use std::path::Path;
+
+    use rustix::io::Errno;
     use rustix::pipe::PipeFlags;
 
+    use super::super::FIRST_WAIT;
     use super::*;
     use crate::reactor::UNWATCHED_WAIT;
     use crate::testing;
 
+    /// A FIFO, the only stream of its process, and the writing end of the process's pipe.
+    fn output_to_fifo(path: &Path) -> (Streams, OwnedFd) {
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mkfifoat(rustix::fs::CWD, path, mode).unwrap();
+        let (from, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
+        let fifo = std::fs::File::options().read(true).write(true).open(path).unwrap();
+        let to = std::fs::File::options().write(true).open(path).unwrap();
+        let mut streams = Streams::default();
+        let stream = Stream::output(from, to.into(), Some(fifo.into())).unwrap();
+        streams.add(1, stream, &Reactor::new().unwrap());
+        (streams, writer)
+    }
+
     #[test]
-    fn the_last_output_waits_for_a_reader_only_while_its_fifo_has_a_name() {
+    fn a_fifo_waits_for_a_reader_only_while_it_has_a_name() {
         if testing::ran_alone() {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("fifo");
-        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
-        let open = || std::fs::File::options().read(true).write(true).open(&path).unwrap();
         for words in ["words", ""] {
-            rustix::fs::mkfifoat(rustix::fs::CWD, &path, mode).unwrap();
-            let (from, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
-            let to = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::CLOEXEC;
-            let reader = open();
-            let to = rustix::fs::open(&path, to, rustix::fs::Mode::empty()).unwrap();
-            let mut streams = Streams::default();
-            let stream = Stream::output(from, to, Some(reader.into())).unwrap();
-            streams.add(1, stream, &Reactor::new().unwrap());
+            let (mut streams, writer) = output_to_fifo(&path);
             rustix::io::write(&writer, words.as_bytes()).unwrap();
             drop(writer);
             streams.run();
@@ -234,6 +248,28 @@ mod tests {
             streams.handle_timeouts();
             assert!(streams.is_empty(), "{words:?}: the FIFO cannot get a reader any more");
         }
+    }
+
+    #[test]
+    fn the_fifo_of_a_deleted_process_waits_for_a_reader_only_for_a_while() {
+        if testing::ran_alone() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (mut streams, writer) = output_to_fifo(&dir.path().join("fifo"));
+        streams.process_deleted();
+        let error = rustix::io::write(&writer, b"words").unwrap_err();
+        assert_eq!(error, Errno::PIPE, "nothing is read of a deleted process without a reader");
+        assert!(!streams.has_output_of_deleted(), "a Shutdown does not wait for the reader");
+        let mut checks = 0;
+        while !streams.is_empty() {
+            let stream = streams.streams.get_mut(&1).unwrap();
+            let (_, wait) = stream.last_wait.unwrap();
+            stream.last_wait = Some((Instant::now(), wait));
+            streams.handle_timeouts();
+            checks += 1;
+        }
+        assert_eq!(checks, 9, "20 ms, doubled up to 5.12 s");
     }
 
     #[test]
