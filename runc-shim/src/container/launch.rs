@@ -8,12 +8,13 @@ use containerd_shim_protos::events::task as task_events;
 
 use super::Container;
 use super::state::State;
-use super::step::{Caller, Step};
+use super::step::{Caller, Step, Wait};
 use super::steps::check_deadline;
 use crate::error::{Context as _, Error};
 use crate::exec;
 use crate::exits::{Exit, UNKNOWN};
 use crate::io::console::ConsoleSocket;
+use crate::io::readers::Readers;
 use crate::io::{self, Prepared};
 use crate::process_key::ProcessKey;
 use crate::root::helper::{self, Action};
@@ -30,6 +31,8 @@ use crate::ttrpc::server::Reply;
 pub enum Launch {
     /// Only in a Create: a helper mounts the root file system, or has a program mount a part of it.
     Mounting,
+    /// The FIFOs of the output get readers.
+    AwaitingReaders,
     /// The logging program becomes ready. The process gets these streams.
     StartingLogger(Prepared),
     /// The runtime creates the process, and sends the terminal, if it gets one, through the socket.
@@ -85,7 +88,7 @@ impl Container {
         let was_made = matches!(ended, Launch::Creating(..)) && done.is_ok();
         let continued = match (done, ended) {
             (Ok(()), ended) => self.launch_after(services, caller, ended),
-            (Err(e), Launch::Mounting) => Err(e),
+            (Err(e), Launch::Mounting | Launch::AwaitingReaders) => Err(e),
             (Err(e), Launch::StartingLogger(streams)) | (Err(e), Launch::Creating(_, streams)) => {
                 // A process that the runtime has left may hold the locks of these streams.
                 services.copiers.close(&caller.key, streams.into_ends().collect());
@@ -99,6 +102,7 @@ impl Container {
     fn launch_after(&mut self, services: &mut Services, caller: &Caller, ended: Launch) -> Answer {
         match ended {
             Launch::Mounting => self.prepare(services, caller),
+            Launch::AwaitingReaders => self.open_streams(services, caller),
             Launch::StartingLogger(streams) => self.create_process(services, caller, streams),
             Launch::Creating(Some(console), streams) => {
                 self.take_terminal(services, caller, &console, streams)
@@ -125,8 +129,8 @@ impl Container {
         Ok(begun)
     }
 
-    /// Prepares the streams of the process, and waits until the logging program is ready, if there
-    /// is one. The runtime does nothing for a container to restore before its start.
+    /// Waits until the output of the process has readers. The runtime does nothing for a container
+    /// to restore before its start.
     fn prepare(&mut self, services: &mut Services, caller: &Caller) -> Answer {
         if caller.key == self.key {
             check_deadline(caller.reply)?;
@@ -134,6 +138,21 @@ impl Container {
         if self.state == State::New && !self.restore.is_empty() {
             return self.created(services, 0);
         }
+        let readers = Readers::of(&self.process(&caller.key)?.stdio);
+        if !readers.are_there() {
+            return self.wait_for(
+                Wait::Readers(readers),
+                caller,
+                Step::Launch(Launch::AwaitingReaders),
+            );
+        }
+        // `readers` is dropped after that.
+        self.open_streams(services, caller)
+    }
+
+    /// Opens the streams of the process, and waits until the logging program is ready, if there is
+    /// one.
+    fn open_streams(&mut self, services: &mut Services, caller: &Caller) -> Answer {
         let stdio = self.process(&caller.key)?.stdio.clone();
         if !stdio.is_none() {
             services.copiers.start(&caller.key)?;

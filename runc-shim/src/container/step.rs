@@ -9,6 +9,7 @@ use super::removal::Part;
 use super::state::State;
 use crate::error::Error;
 use crate::io::logger::{self, Logger};
+use crate::io::readers::Readers;
 use crate::log;
 use crate::process_key::ProcessKey;
 use crate::root::descendants;
@@ -95,6 +96,8 @@ pub enum Wait {
     Command(Command),
     /// A logging program that is not ready yet.
     Logger(Logger),
+    /// The readers of the output.
+    Readers(Readers),
 }
 
 /// The process that a call is for, and the caller that waits for the result, if any.
@@ -131,6 +134,7 @@ impl Pending {
         match &self.wait {
             Wait::Command(command) => command.pid == wanted,
             Wait::Logger(logger) => logger.pid == wanted,
+            Wait::Readers(_) => false,
         }
     }
 
@@ -138,7 +142,7 @@ impl Pending {
         self.deadline().is_some_and(|at| at <= now)
     }
 
-    /// When the step must end; `None`: it has no limit, or its command was killed.
+    /// When the step must end, or be checked; `None`: it has no limit, or its command was killed.
     pub fn deadline(&self) -> Option<Instant> {
         if self.was_killed {
             return None;
@@ -146,7 +150,11 @@ impl Pending {
         let is_limited = self.step.is_limited() && matches!(self.wait, Wait::Command(_));
         let reply = self.caller.reply.filter(|_| is_limited);
         let call = reply.and_then(|reply| reply.deadline());
-        [call, self.limit].into_iter().flatten().min()
+        let check = match &self.wait {
+            Wait::Readers(readers) => Some(readers.check_at()),
+            _ => None,
+        };
+        [call, self.limit, check].into_iter().flatten().min()
     }
 
     /// Kills the command and the processes that it has started. A `runc init` that a process of the

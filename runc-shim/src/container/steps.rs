@@ -19,6 +19,7 @@ use crate::container::state::State;
 use crate::error::{Code, Error};
 use crate::exits::Exit;
 use crate::io::logger::Logger;
+use crate::process_key::ProcessKey;
 use crate::reactor::Source;
 use crate::root::helper::{self, Action};
 use crate::runtime::Place;
@@ -107,15 +108,15 @@ impl Container {
         self.wait_for(Wait::Logger(logger), caller, step)
     }
 
-    fn wait_for(&mut self, wait: Wait, caller: &Caller, step: Step) -> Answer {
+    pub(super) fn wait_for(&mut self, wait: Wait, caller: &Caller, step: Step) -> Answer {
         let limit = step.own_limit().map(|time| Instant::now() + time);
         let caller = caller.clone();
         self.pending.push(Pending { wait, step, caller, limit, was_killed: false });
         Ok(None)
     }
 
-    fn take_pending(&mut self, pid: i32) -> Option<Pending> {
-        let at = self.pending.iter().position(|pending| pending.has_pid(pid))?;
+    fn take_pending(&mut self, is_wanted: impl Fn(&Pending) -> bool) -> Option<Pending> {
+        let at = self.pending.iter().position(is_wanted)?;
         let pending = self.pending.remove(at);
         if self.pending.is_empty() {
             // A container without steps takes no memory for them.
@@ -126,7 +127,7 @@ impl Container {
 
     /// Handles the exit of a command or helper: continues with the next step.
     pub fn command_ended(&mut self, services: &mut Services, pid: i32, exit: Exit) {
-        let Some(pending) = self.take_pending(pid) else { return };
+        let Some(pending) = self.take_pending(|it| it.has_pid(pid)) else { return };
         let Pending { wait, step, caller, limit, was_killed } = pending;
         let Wait::Command(command) = wait else { return };
         let mut done = match exit.status {
@@ -209,7 +210,10 @@ impl Container {
     }
 
     fn logger_done(&mut self, services: &mut Services, pid: i32, ready: Result<(), Error>) {
-        let Some(Pending { step, caller, limit, .. }) = self.take_pending(pid) else { return };
+        let Some(Pending { step, caller, limit, .. }) = self.take_pending(|it| it.has_pid(pid))
+        else {
+            return;
+        };
         let Step::Launch(step) = step else { return };
         // It may be ready at the moment at which a Delete cancels the creation.
         let ready = ready.and_then(|()| check_limit(limit));
@@ -225,20 +229,48 @@ impl Container {
         self.end_call(services, &caller, answer);
     }
 
-    /// Kills the commands whose time is over, and fails the starts whose logging programs are not
-    /// ready in time.
+    /// Kills the commands whose time is over, fails the starts whose logging programs are not ready
+    /// in time, and continues those whose output has readers.
     pub(super) fn end_late_steps(&mut self, services: &mut Services, now: Instant) {
-        let mut late = Vec::new();
+        let (mut late, mut read) = (Vec::new(), Vec::new());
         for pending in self.pending.iter_mut().filter(|pending| pending.is_late(now)) {
-            match &pending.wait {
-                Wait::Command(command) => pending.kill(command.pid),
+            match &mut pending.wait {
+                Wait::Command(command) => {
+                    let pid = command.pid;
+                    pending.kill(pid);
+                }
                 Wait::Logger(logger) => late.push(logger.pid),
+                Wait::Readers(readers) => {
+                    // A caller that is gone, such as a containerd that was killed, opens nothing.
+                    let is_gone = pending.caller.reply.is_some_and(|reply| {
+                        reply.is_late(now) || !services.server.is_connected(reply)
+                    });
+                    if pending.limit.is_some() || is_gone || readers.check(now) {
+                        read.push(pending.caller.key.clone());
+                    }
+                }
             }
+        }
+        for key in read {
+            self.readers_done(services, &key);
         }
         for pid in late {
             let e = Error::new(Code::DEADLINE_EXCEEDED, "logging binary is not ready in time");
             self.logger_done(services, pid, Err(e));
         }
+    }
+
+    /// Continues the creation of a process whose output has readers.
+    fn readers_done(&mut self, services: &mut Services, key: &ProcessKey) {
+        let awaits = |it: &Pending| matches!(it.wait, Wait::Readers(_)) && it.caller.key == *key;
+        let Some(Pending { wait, step, caller, limit, .. }) = self.take_pending(awaits) else {
+            return;
+        };
+        let Step::Launch(step) = step else { return };
+        let answer = self.launch_next(services, &caller, step, check_limit(limit));
+        // Now the streams have the FIFOs open.
+        drop(wait);
+        self.end_call(services, &caller, answer);
     }
 
     /// Cancels the creation for a Delete, which is queued: containerd deletes a container whose
@@ -259,6 +291,10 @@ impl Container {
                 && matches!(pending.step, Step::Launch(Launch::Creating(..)));
             if is_exec || matches!(pending.step, Step::KillRemaining) {
                 pending.limit = Some(limit);
+            }
+            if let Wait::Readers(readers) = &mut pending.wait {
+                // The start of the exec fails then.
+                readers.give_up();
             }
         }
     }

@@ -136,7 +136,7 @@ impl Copier {
     }
 
     /// Handles the exit of a process with a terminal, or its hang-up: an output stream ends when
-    /// its pending output is copied, an input stream at once. Then the thread closes the terminal.
+    /// its pending output is copied, and input is discarded. Then the thread closes the terminal.
     pub fn finish(&self, terminal: OwnedFd) {
         self.send(CopierCommand::Finish);
         self.close(vec![terminal]);

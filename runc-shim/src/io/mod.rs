@@ -10,6 +10,7 @@ pub mod console;
 pub mod copier;
 pub mod copiers;
 pub mod logger;
+pub mod readers;
 pub mod stream;
 
 use std::fs::{self, File, OpenOptions};
@@ -82,7 +83,7 @@ pub struct Prepared {
     /// The ends of the streams of a terminal, which the runtime sends when it has created the
     /// process.
     ends: Vec<End>,
-    /// Keeps standard input open until CloseIO.
+    /// Keeps standard input open until CloseIO or the deletion.
     pub stdin: Option<OwnedFd>,
     /// The logging program that receives the output, and must be ready before the start.
     pub logger: Option<logger::Logger>,
@@ -195,13 +196,17 @@ fn sink(path: &str) -> Result<Option<End>, Error> {
     if path.is_empty() {
         return Ok(None);
     }
-    let kind = fs::metadata(path).context(format_args!("open {path}"))?.file_type();
-    if !kind.is_fifo() {
+    if !is_fifo(path) {
         let file = OpenOptions::new().append(true).open(path);
         return Ok(Some(End::Output(file.context(format_args!("open {path}"))?.into(), None)));
     }
     let (read, write) = fifo(path)?;
     Ok(Some(End::Output(write, Some(read))))
+}
+
+/// Whether there is a FIFO at a path.
+fn is_fifo(path: &str) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
 /// Opens both ends of a FIFO, non-blocking.

@@ -20,7 +20,7 @@ const DRAIN: Duration = Duration::from_secs(10);
 pub struct ProcessStreams {
     /// The streams that containerd named.
     pub stdio: Stdio,
-    /// Keeps standard input open until CloseIO.
+    /// Keeps standard input open until CloseIO or the deletion.
     stdin: Option<OwnedFd>,
     /// CloseIO was called, possibly before standard input was opened.
     stdin_closed: bool,
@@ -86,7 +86,6 @@ impl ProcessStreams {
     /// is done when the output has ended before, because its reader is gone: the terminal hangs up.
     pub fn exited(&mut self, copiers: &mut Copiers, key: &ProcessKey) {
         let Some(console) = self.console.take() else { return };
-        self.stdin = None;
         if let Some(copier) = copiers.find(key) {
             copier.finish(console);
         }

@@ -159,6 +159,7 @@ fn the_limit_of_open_files_is_the_containers_and_not_the_shims() {
     for name in &names {
         let (stdin, stdout) = (pod.fifo(&format!("{name}-in")), pod.fifo(&format!("{name}-out")));
         let with = Container { stdin, stdout, ..Default::default() };
+        let _reader = pod::open(&with.stdout);
         pod.exec("a", name, "exec sleep 1000", &with).unwrap();
         pod.start("a", name).unwrap();
     }

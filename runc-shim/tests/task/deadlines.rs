@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(6);
 const PROMPT: Duration = Duration::from_secs(40);
 
 /// Sends a call with a time limit.
-fn send(socket: &mut UnixStream, method: &str, message: &impl Message, limit: Duration) {
+pub fn send(socket: &mut UnixStream, method: &str, message: &impl Message, limit: Duration) {
     let mut request = Request::new();
     request.service = "containerd.task.v3.Task".to_owned();
     request.method = method.to_owned();
@@ -90,6 +90,7 @@ fn an_exec_that_hangs_ends_with_all_its_processes() {
     let mut start = StartRequest::new();
     (start.id, start.exec_id) = (pod.id("a"), "e".to_owned());
     let with = Container { stdout: pod.fifo("out"), ..Default::default() };
+    let _reader = pod::open(&with.stdout);
     pod.exec("a", "e", "true", &with).unwrap();
     let mut started = socket(&pod);
     send(&mut started, "Start", &start, LIMIT);

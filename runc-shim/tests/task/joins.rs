@@ -126,6 +126,7 @@ fn a_terminal_has_the_size_that_was_set_during_its_start() {
     let (with, began, go) = slow_runtime(&pod, "exec");
     pod.run("a", "exec sleep 1000", &with);
     let with = Container { stdout: pod.fifo("out"), terminal: true, ..Default::default() };
+    let _reader = pod::open(&with.stdout);
     let script = "for i in $(seq 200); do test \"$(stty size)\" = '37 91' && exit 4; \
                   sleep 0.05; done";
     pod.exec("a", "e", script, &with).unwrap();

@@ -18,6 +18,7 @@ mod hostile;
 mod joins;
 mod locks;
 mod pod;
+mod readers;
 mod rights;
 mod rootfs;
 mod sandbox;

@@ -64,3 +64,23 @@ fn a_terminal_without_input_and_reader_hangs_up() {
     pod.end("a");
     pod.shut_down();
 }
+
+/// containerd stops reading the output of an exec with a terminal when a write of its input fails,
+/// and waits for a FIFO of the input that has no reader.
+#[test]
+fn the_input_of_a_terminal_may_come_after_the_exit() {
+    let mut pod = Pod::new();
+    pod.run("a", "exec sleep 1000", &Container::default());
+    let (stdin, stdout) = (pod.fifo("in"), pod.fifo("out"));
+    let reader = reader(&stdout);
+    let with = Container { stdin: stdin.clone(), stdout, terminal: true, ..Default::default() };
+    pod.exec("a", "e", "echo word", &with).unwrap();
+    pod.start("a", "e").unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 0);
+    assert_eq!(reader.join().unwrap(), b"word\r\n", "the terminal is closed");
+    // More than the FIFO holds.
+    write(&stdin, &[b'x'; 200_000]);
+    pod.delete("a", "e").unwrap();
+    pod.end("a");
+    pod.shut_down();
+}

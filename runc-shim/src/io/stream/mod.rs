@@ -14,6 +14,7 @@ use rustix::termios::SpecialCodeIndex;
 use self::buffer::Buffer;
 pub use self::streams::Streams;
 use crate::reactor::UNWATCHED_WAIT;
+use crate::runtime;
 
 /// Maximum number of bytes, and of reads, that are copied of one stream before the other streams.
 /// A pipe in packet mode (`O_DIRECT`) returns one packet for each read, which may be one byte.
@@ -261,7 +262,16 @@ impl Stream {
 
     /// Whether the FIFO has a reader. `reader` must be closed, so that the shim is not counted.
     fn has_reader(&self) -> bool {
-        !is(&self.to, PollFlags::ERR)
+        has_reader(&self.to)
+    }
+
+    /// Discards the rest of an input. False: the stream must be closed, because the input has ended
+    /// or no descriptor is available.
+    fn discard(&mut self) -> bool {
+        let null = self.from.as_ref().and_then(|_| runtime::null().ok());
+        let Some(null) = null else { return false };
+        (self.to, self.is_terminal) = (null, false);
+        true
     }
 
     /// At the end of an output: keeps the FIFO open until it has a reader, if it has none yet.
@@ -278,13 +288,17 @@ impl Stream {
 
     /// Closes the shim's own reading end, and says whether the FIFO may be closed: it has a reader,
     /// or its name was removed, so that it cannot get one. An empty FIFO also waits for a reader:
-    /// containerd opens each FIFO in a thread of its own, perhaps only after a short exec has
-    /// exited. If the FIFO has no writer then, that open never returns, and neither does ExecSync.
+    /// its open of a FIFO without a writer would not return.
     fn may_close(&mut self) -> bool {
         self.reader = None;
         let is_removed = rustix::fs::fstat(&self.to).is_ok_and(|stat| stat.st_nlink == 0);
         is_removed || self.has_reader()
     }
+}
+
+/// Whether a FIFO or pipe, of which this is the writing end, has a reader.
+pub fn has_reader(to: &OwnedFd) -> bool {
+    !is(to, PollFlags::ERR)
 }
 
 /// Whether poll reports `flag` now.
