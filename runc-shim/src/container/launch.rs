@@ -140,13 +140,10 @@ impl Container {
         }
         let readers = Readers::of(&self.process(&caller.key)?.stdio);
         if !readers.are_there() {
-            return self.wait_for(
-                Wait::Readers(readers),
-                caller,
-                Step::Launch(Launch::AwaitingReaders),
-            );
+            let step = Step::Launch(Launch::AwaitingReaders);
+            return self.wait_for(Wait::Readers(readers), caller, step);
         }
-        // `readers` is dropped after that.
+        // Until the streams have the FIFOs open, `readers` has.
         self.open_streams(services, caller)
     }
 

@@ -1,5 +1,6 @@
 //! A step in which a container or one of its execs is: it waits for a command of the runtime, a
-//! helper or a logging program, carries what the next step needs, and has its deadline.
+//! helper, a logging program or the readers of the output, carries what the next step needs, and
+//! has its deadline.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

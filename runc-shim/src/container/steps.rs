@@ -4,9 +4,9 @@
 //! it. A command of the runtime that hangs would otherwise keep its container busy forever: an OCI
 //! hook, a file system or a stopped process may hang without a limit. At the deadline the command
 //! is killed, with all processes that descend from it, and the call fails as it does if the command
-//! fails. The end of a connection changes nothing: a restarted containerd finds what the
-//! interrupted call has completed, and a command that is killed leaves more to clean up than one
-//! that ends.
+//! fails. The end of a connection ends only the wait for readers: a restarted containerd finds what
+//! the interrupted call has completed, and a command that is killed leaves more to clean up than
+//! one that ends.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -19,6 +19,7 @@ use crate::container::state::State;
 use crate::error::{Code, Error};
 use crate::exits::Exit;
 use crate::io::logger::Logger;
+use crate::log;
 use crate::process_key::ProcessKey;
 use crate::reactor::Source;
 use crate::root::helper::{self, Action};
@@ -230,9 +231,9 @@ impl Container {
     }
 
     /// Kills the commands whose time is over, fails the starts whose logging programs are not ready
-    /// in time, and continues those whose output has readers.
+    /// in time, and continues those that have readers or no longer wait for them.
     pub(super) fn end_late_steps(&mut self, services: &mut Services, now: Instant) {
-        let (mut late, mut read) = (Vec::new(), Vec::new());
+        let (mut late, mut ready) = (Vec::new(), Vec::new());
         for pending in self.pending.iter_mut().filter(|pending| pending.is_late(now)) {
             match &mut pending.wait {
                 Wait::Command(command) => {
@@ -246,12 +247,12 @@ impl Container {
                         reply.is_late(now) || !services.server.is_connected(reply)
                     });
                     if pending.limit.is_some() || is_gone || readers.check(now) {
-                        read.push(pending.caller.key.clone());
+                        ready.push(pending.caller.key.clone());
                     }
                 }
             }
         }
-        for key in read {
+        for key in ready {
             self.readers_done(services, &key);
         }
         for pid in late {
@@ -260,16 +261,18 @@ impl Container {
         }
     }
 
-    /// Continues the creation of a process whose output has readers.
+    /// Continues the creation of a process that no longer waits for readers, unless it is cancelled.
     fn readers_done(&mut self, services: &mut Services, key: &ProcessKey) {
         let awaits = |it: &Pending| matches!(it.wait, Wait::Readers(_)) && it.caller.key == *key;
         let Some(Pending { wait, step, caller, limit, .. }) = self.take_pending(awaits) else {
             return;
         };
-        let Step::Launch(step) = step else { return };
+        let (Wait::Readers(readers), Step::Launch(step)) = (wait, step) else { return };
+        if limit.is_none() && !readers.are_there() {
+            log::warn(format_args!("container {}: created a process without a reader", key.id));
+        }
+        // Until the streams have the FIFOs open, `readers` has.
         let answer = self.launch_next(services, &caller, step, check_limit(limit));
-        // Now the streams have the FIFOs open.
-        drop(wait);
         self.end_call(services, &caller, answer);
     }
 

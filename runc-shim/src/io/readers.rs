@@ -15,7 +15,7 @@ use super::{Stdio, fifo, is_fifo};
 const CHECK_WAIT: Duration = Duration::from_millis(10);
 
 /// How long the creation of a process waits for readers. Then it continues without.
-pub const READERS_TIMEOUT: Duration = Duration::from_secs(10);
+const READERS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The FIFOs of the outputs of a process, open for writing: a reader that finds a writer must not
 /// read the end of the file before the process is created.
@@ -51,14 +51,14 @@ impl Readers {
         self.check_at
     }
 
-    /// Whether the creation continues: all FIFOs have readers, or there were none for too long.
+    /// Whether the creation continues: all FIFOs have readers, or the time is over.
     pub fn check(&mut self, now: Instant) -> bool {
         self.check_at = now + CHECK_WAIT;
         self.until <= now || self.are_there()
     }
 
-    /// Has the creation continue at once.
+    /// Has the creation continue at the next check.
     pub fn give_up(&mut self) {
-        (self.check_at, self.until) = (Instant::now(), Instant::now());
+        self.until = Instant::now();
     }
 }

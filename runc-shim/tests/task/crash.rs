@@ -65,7 +65,9 @@ fn prepare(pod: &Pod, call: Call) {
 fn act(pod: &Pod, call: Call) {
     match call {
         Call::Create | Call::CreateWithMounts => {
-            let _ = pod.try_create("a", "exec sleep 1000", &container(pod, call));
+            let with = container(pod, call);
+            let _reader = pod::open(&with.stdout);
+            let _ = pod.try_create("a", "exec sleep 1000", &with);
         }
         Call::Start => drop(pod.start("a", "")),
         Call::Exec => drop(pod.start("a", "e")),

@@ -1,6 +1,7 @@
 //! Readers of the output that come late: containerd opens each FIFO in a thread of its own, which
 //! may be later than its call.
 
+use std::path::PathBuf;
 use std::thread::{scope, sleep};
 use std::time::Duration;
 
@@ -8,10 +9,20 @@ use containerd_shim_protos::api::*;
 use containerd_shim_protos::ttrpc::{self, Code};
 
 use crate::deadlines::send;
-use crate::pod::{Container, Pod, code, reader};
+use crate::pod::{Container, Pod, code, eventually, reader};
 
 /// Much less than the shim waits for a reader.
-const WHILE: Duration = Duration::from_millis(100);
+const WHILE: Duration = Duration::from_millis(500);
+
+/// Waits until the shim waits for the reader of a FIFO, which it has open then.
+fn is_awaited(pod: &Pod, fifo: &str) {
+    let fds = format!("/proc/{}/fd", pod.shim.id());
+    eventually("the wait for a reader", || {
+        let mut fds = std::fs::read_dir(&fds).unwrap().flatten();
+        let is_it = |path: PathBuf| path.as_os_str() == fifo;
+        fds.any(|fd| std::fs::read_link(fd.path()).is_ok_and(is_it)).then_some(())
+    });
+}
 
 /// Two FIFOs, and a container or an exec with this output.
 fn output(pod: &Pod, name: &str) -> (String, String, Container) {
@@ -20,6 +31,7 @@ fn output(pod: &Pod, name: &str) -> (String, String, Container) {
     (stdout, stderr, with)
 }
 
+/// Promise: output_is_not_lost.
 #[test]
 fn a_process_is_created_when_its_output_has_readers() {
     let mut pod = Pod::new();
@@ -34,6 +46,7 @@ fn a_process_is_created_when_its_output_has_readers() {
     let late = |call: &(dyn Fn() -> ttrpc::Result<u32> + Sync), stdout: &str, stderr: &str| {
         scope(|scope| {
             let called = scope.spawn(call);
+            is_awaited(&pod, stdout);
             sleep(WHILE);
             assert!(!called.is_finished(), "without readers");
             let stdout = reader(stdout);
@@ -68,7 +81,7 @@ fn a_process_without_readers_is_created_later() {
     });
     scope(|scope| {
         let waits = scope.spawn(|| pod.start("a", "waits"));
-        sleep(WHILE);
+        is_awaited(&pod, &fifos[0]);
         let mut start = StartRequest::new();
         (start.id, start.exec_id) = (pod.id("a"), "gone".to_owned());
         send(&mut pod.socket(), "Start", &start, Duration::ZERO);
@@ -88,22 +101,32 @@ fn a_process_without_readers_is_created_later() {
 #[test]
 fn an_end_is_not_delayed_by_readers_that_do_not_come() {
     let mut pod = Pod::new();
-    let (_, _, with) = output(&pod, "out");
+    let (stdout, _, with) = output(&pod, "container");
     scope(|scope| {
         let create = scope.spawn(|| pod.try_create("a", "true", &with));
-        sleep(WHILE);
+        is_awaited(&pod, &stdout);
         pod.delete("a", "").unwrap_err();
         assert_eq!(code(&create.join().unwrap().unwrap_err()), Code::DEADLINE_EXCEEDED);
     });
-    pod.run("b", "sleep 1000", &Container::default());
-    pod.exec("b", "e", "true", &with).unwrap();
-    scope(|scope| {
-        let start = scope.spawn(|| pod.start("b", "e"));
-        sleep(WHILE);
-        pod.kill("b", "", 9).unwrap();
-        let error = start.join().unwrap().unwrap_err().to_string();
-        assert!(error.contains("init process is not running"), "{error}");
+    let fifos = ["waits", "ends"].map(|id| {
+        let (stdout, _, with) = output(&pod, id);
+        pod.run(id, "sleep 1000", &Container::default());
+        pod.exec(id, "e", "true", &with).unwrap();
+        stdout
     });
-    pod.end("b");
+    scope(|scope| {
+        let waits = scope.spawn(|| pod.start("waits", "e"));
+        is_awaited(&pod, &fifos[0]);
+        let ends = scope.spawn(|| pod.start("ends", "e"));
+        is_awaited(&pod, &fifos[1]);
+        pod.kill("ends", "", 9).unwrap();
+        let error = ends.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("init process is not running"), "{error}");
+        assert!(!waits.is_finished(), "its container runs");
+        pod.kill("waits", "", 9).unwrap();
+        waits.join().unwrap().unwrap_err();
+    });
+    pod.end("waits");
+    pod.end("ends");
     pod.shut_down();
 }

@@ -461,7 +461,9 @@ fn a_container_for_which_there_is_no_thread_leaves_nothing() {
     };
     let out = pod.fifo("out");
     let with = Container { stdout: out.clone(), ..Default::default() };
+    let early = pod::open(&out);
     let error = pod.try_create("a", "echo out", &with).unwrap_err().to_string();
+    drop(early);
     assert!(error.contains("copier thread") && error.contains("os error 11"), "{error}");
     assert_eq!(pod::code(&pod.delete("a", "").unwrap_err()), Code::NOT_FOUND);
     assert!(!pod::exists(pod.runtime_state("a")));

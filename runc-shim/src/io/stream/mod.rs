@@ -33,7 +33,8 @@ const FIRST_WAIT: Duration = Duration::from_millis(20);
 /// One stream: bytes are copied in one direction.
 #[derive(Debug)]
 pub struct Stream {
-    /// `None`: it has ended. The stream ends when its buffer is written and the FIFO has a reader.
+    /// `None`: nothing more is read. The stream ends when its buffer is written, or, after the end
+    /// of an output, when its FIFO has a reader.
     from: Option<OwnedFd>,
     to: OwnedFd,
     /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader. `None`

@@ -47,10 +47,7 @@ pub fn open(path: &str) -> File {
     File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
 }
 
-/// Readers of these FIFOs, during a Create; other paths are left out.
-pub fn readers(paths: &[&str]) -> Vec<File> {
-    use std::os::unix::fs::FileTypeExt as _;
-    let is_fifo =
-        |path: &&&str| std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo());
-    paths.iter().filter(is_fifo).map(|path| open(path)).collect()
+/// Readers of these FIFOs, during a Create; what cannot be opened, such as a URI, has none.
+pub fn readers(paths: [&str; 2]) -> [Option<File>; 2] {
+    paths.map(|path| File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok())
 }

@@ -260,7 +260,7 @@ impl Pod {
     }
 
     pub fn create(&self, id: &str, script: &str, with: &Container) -> u32 {
-        let _readers = fifo::readers(&[&with.stdout, &with.stderr]);
+        let _readers = fifo::readers([&with.stdout, &with.stderr]);
         self.try_create(id, script, with).unwrap()
     }
 
