@@ -102,7 +102,12 @@ impl Container {
     fn launch_after(&mut self, services: &mut Services, caller: &Caller, ended: Launch) -> Answer {
         match ended {
             Launch::Mounting => self.prepare(services, caller),
-            Launch::AwaitingReaders => self.open_streams(services, caller),
+            Launch::AwaitingReaders => {
+                if caller.key != self.key {
+                    self.check_not_exited()?;
+                }
+                self.open_streams(services, caller)
+            }
             Launch::StartingLogger(streams) => self.create_process(services, caller, streams),
             Launch::Creating(Some(console), streams) => {
                 self.take_terminal(services, caller, &console, streams)

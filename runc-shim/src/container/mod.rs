@@ -196,8 +196,8 @@ impl Container {
         self.is_gone || self.pending.iter().any(|it| matches!(it.step, Step::Remove(..)))
     }
 
-    /// Whether calls for the container or an exec must wait: the exec is being started; or a step is
-    /// pending for the container, and not for one of its execs, or its last output is awaited.
+    /// Whether calls for the container or an exec must wait: the exec is being started; or a step
+    /// is pending for the container, and not for one of its execs, or its last output is awaited.
     fn is_busy(&self, key: &ProcessKey) -> bool {
         if key.exec.is_empty() {
             return self.process.has_drain() || self.pending.iter().any(|it| it.key() == key);
@@ -254,8 +254,8 @@ impl Container {
         pending.chain(execs).chain(self.process.deadline()).min()
     }
 
-    /// Ends the steps and the waits whose time is over, and continues the creations whose output has
-    /// readers.
+    /// Ends the steps and the waits whose time is over, and continues the creations whose output
+    /// has readers.
     pub fn handle_timeouts(&mut self, services: &mut Services, now: Instant) {
         self.end_late_steps(services, now);
         self.end_late_drains(services, now);

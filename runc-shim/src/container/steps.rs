@@ -261,18 +261,21 @@ impl Container {
         }
     }
 
-    /// Continues the creation of a process that no longer waits for readers, unless it is cancelled.
+    /// Continues the creation of a process that no longer waits for readers, if it is not
+    /// cancelled.
     fn readers_done(&mut self, services: &mut Services, key: &ProcessKey) {
         let awaits = |it: &Pending| matches!(it.wait, Wait::Readers(_)) && it.caller.key == *key;
         let Some(Pending { wait, step, caller, limit, .. }) = self.take_pending(awaits) else {
             return;
         };
         let (Wait::Readers(readers), Step::Launch(step)) = (wait, step) else { return };
-        if limit.is_none() && !readers.are_there() {
-            log::warn(format_args!("container {}: created a process without a reader", key.id));
-        }
+        let has_none = !readers.are_there();
         // Until the streams have the FIFOs open, `readers` has.
         let answer = self.launch_next(services, &caller, step, check_limit(limit));
+        if has_none && answer.is_ok() {
+            let id = &key.id;
+            log::warn(format_args!("container {id}: created a process whose output has no reader"));
+        }
         self.end_call(services, &caller, answer);
     }
 

@@ -196,17 +196,14 @@ fn sink(path: &str) -> Result<Option<End>, Error> {
     if path.is_empty() {
         return Ok(None);
     }
-    if !is_fifo(path) {
-        let file = OpenOptions::new().append(true).open(path);
+    let kind = fs::metadata(path).context(format_args!("open {path}"))?.file_type();
+    if !kind.is_fifo() {
+        // The shim must not wait if it is a FIFO by now.
+        let file = OpenOptions::new().append(true).custom_flags(libc::O_NONBLOCK).open(path);
         return Ok(Some(End::Output(file.context(format_args!("open {path}"))?.into(), None)));
     }
     let (read, write) = fifo(path)?;
     Ok(Some(End::Output(write, Some(read))))
-}
-
-/// Whether there is a FIFO at a path.
-fn is_fifo(path: &str) -> bool {
-    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
 /// Opens both ends of a FIFO, non-blocking.

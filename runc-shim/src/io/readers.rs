@@ -5,11 +5,13 @@
 //! `io.Cancel`), and the output is lost; or it waits for them, without a limit for an exec of CRI.
 //! So a process is created only when its output has readers.
 
+use std::fs;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileTypeExt as _;
 use std::time::{Duration, Instant};
 
-use super::stream::has_reader;
-use super::{Stdio, fifo, is_fifo};
+use super::stream::{has_reader, is_removed};
+use super::{Stdio, fifo};
 
 /// Delay between checks.
 const CHECK_WAIT: Duration = Duration::from_millis(10);
@@ -34,16 +36,17 @@ impl Readers {
         let stdout = stdio.stdout.strip_prefix("fifo://").unwrap_or(&stdio.stdout);
         // A terminal has no standard error.
         let stderr = if stdio.terminal { "" } else { &stdio.stderr };
-        let paths = [stdout, stderr].into_iter().filter(|path| is_fifo(path));
+        let is_fifo = |path: &&str| fs::metadata(path).is_ok_and(|it| it.file_type().is_fifo());
+        let paths = [stdout, stderr].into_iter().filter(is_fifo);
         // The reading ends are closed.
         let fifos = paths.filter_map(|path| Some(fifo(path).ok()?.1)).collect();
         let now = Instant::now();
         Self { fifos, check_at: now + CHECK_WAIT, until: now + READERS_TIMEOUT }
     }
 
-    /// Whether all FIFOs have readers.
+    /// Whether all FIFOs have readers, but those that were removed, which cannot get one.
     pub fn are_there(&self) -> bool {
-        self.fifos.iter().all(has_reader)
+        self.fifos.iter().all(|fifo| has_reader(fifo) || is_removed(fifo))
     }
 
     /// The time of the next [`Readers::check`].

@@ -292,14 +292,18 @@ impl Stream {
     /// its open of a FIFO without a writer would not return.
     fn may_close(&mut self) -> bool {
         self.reader = None;
-        let is_removed = rustix::fs::fstat(&self.to).is_ok_and(|stat| stat.st_nlink == 0);
-        is_removed || self.has_reader()
+        is_removed(&self.to) || self.has_reader()
     }
 }
 
 /// Whether a FIFO or pipe, of which this is the writing end, has a reader.
 pub fn has_reader(to: &OwnedFd) -> bool {
     !is(to, PollFlags::ERR)
+}
+
+/// Whether the name of a FIFO was removed.
+pub fn is_removed(fifo: &OwnedFd) -> bool {
+    rustix::fs::fstat(fifo).is_ok_and(|stat| stat.st_nlink == 0)
 }
 
 /// Whether poll reports `flag` now.
