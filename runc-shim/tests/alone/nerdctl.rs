@@ -77,6 +77,8 @@ async fn restored(engine: &Engine, node: &Node) -> Result<()> {
     node.start_containerd().await?;
     engine.ends("waits", 6).await?;
     engine.remove("waits")?;
+    // containerd does not wait for the end of its shim.
+    until("one shim", SOON, async || shim(node).map(drop)).await?;
     ensure!((shim(node)?.pid, engine.state("counts", "Pid")?) == before, "another process");
     engine.exec_answers("counts")?;
     // nerdctl's logger has ended with its connection to containerd: it waits there for the exit.
