@@ -44,12 +44,14 @@ const CONTAINERD_BUNDLE: &str = "containerd";
 pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     process_key::check_id(&arguments.id)?;
     let bundle = bundle(arguments)?;
+    // First, because containerd may remove the bundle while the rest is done.
+    let config = Config::read(&bundle);
     let runtime = BundleOptions::read(&bundle).runtime(&arguments.namespace);
     let shim_bundle =
         std::fs::read_link(bundle.join(CONTAINERD_BUNDLE)).unwrap_or_else(|_| bundle.clone());
     end_commands(&runtime, &arguments.id, &shim_bundle);
     let failed = |e: Error| log::error(format_args!("container {}: {e}", arguments.id));
-    // First, because containerd may kill this process before the rest is done. A running container
+    // Early, because containerd may kill this process before the rest is done. A running container
     // has its own mount of the root file system.
     let unmounted = unmount(arguments, &shim_bundle);
     let until = Instant::now() + DELETE_TIMEOUT;
@@ -60,7 +62,7 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     };
     let first = delete();
     // A runtime that was killed may have left a cgroup of which it has no state.
-    let cgroup = Config::read(&bundle).cgroup(&arguments.id);
+    let cgroup = config.cgroup(&arguments.id);
     let removed = cgroup.map_or(Ok(()), |cgroup| cgroup.remove().context("remove cgroup"));
     removed.unwrap_or_else(failed);
     // The first attempt may have failed because of the cgroup.

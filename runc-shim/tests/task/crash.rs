@@ -301,6 +301,21 @@ fn a_file_system_of_another_process_does_not_hold_up_the_cleanup() {
     assert!(took < Duration::from_secs(8), "{took:?}");
 }
 
+/// containerd removes the bundle of a container whose Create has failed while it has the shim
+/// delete the container.
+#[test]
+fn a_deletion_removes_the_cgroup_although_the_bundle_is_gone_meanwhile() {
+    let mut pod = Pod::new();
+    let config = pod.bundle("a").join("config.json").display().to_string();
+    let with = pod.with_commands_before("delete", &format!("rm {config}; exit"));
+    pod.run("a", "exec sleep 1000", &with);
+    pod::signal(&pod.shim, libc::SIGKILL);
+    pod.shim.wait().unwrap();
+    let deleted = pod.deletion("a").output().unwrap();
+    assert!(deleted.status.success() && !exists(config), "{deleted:?}");
+    assert_eq!(traces(&pod), [""; 0]);
+}
+
 #[test]
 fn a_deletion_does_not_take_itself_for_a_mount() {
     for (namespace, id) in [("test", "mount"), ("mount", "test")] {
