@@ -27,9 +27,6 @@ const EOT: u8 = 4;
 /// Delay before another write after one that has failed, for example because the disk is full.
 const FAILED_WAIT: Duration = Duration::from_millis(500);
 
-/// Delay before the first check for a reader of a FIFO whose stream has ended.
-const FIRST_WAIT: Duration = Duration::from_millis(20);
-
 /// One stream: bytes are copied in one direction.
 #[derive(Debug)]
 pub struct Stream {
@@ -275,21 +272,9 @@ impl Stream {
         true
     }
 
-    /// At the end of an output: keeps the FIFO open until it has a reader, if it has none yet.
-    /// False: the FIFO may be closed.
-    fn wait_for_reader(&mut self) -> bool {
-        if self.reader.is_none() || self.may_close() {
-            return false;
-        }
-        self.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
-        // A terminal hangs up.
-        self.from = None;
-        true
-    }
-
     /// Closes the shim's own reading end, and says whether the FIFO may be closed: it has a reader,
-    /// or its name was removed, so that it cannot get one. An empty FIFO also waits for a reader:
-    /// its open of a FIFO without a writer would not return.
+    /// or its name was removed, so that it cannot get one. An empty FIFO also waits: a reader that
+    /// opens a FIFO without a writer waits for one.
     fn may_close(&mut self) -> bool {
         self.reader = None;
         is_removed(&self.to) || self.has_reader()

@@ -11,7 +11,8 @@ use super::{CopyResult, Stream};
 use crate::log;
 use crate::reactor::{Reactor, Source};
 
-/// Longest delay between checks for a reader of a FIFO whose stream has ended.
+/// Delays between checks for a reader of a FIFO whose stream has ended: the first and the longest.
+const FIRST_WAIT: Duration = Duration::from_millis(20);
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
 /// The streams of a process.
@@ -187,7 +188,10 @@ impl Streams {
         let Some(stream) = self.streams.get_mut(&id) else { return };
         if stream.is_output {
             self.ended += 1;
-            if stream.wait_for_reader() {
+            if stream.reader.is_some() && !stream.may_close() {
+                stream.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
+                // A terminal hangs up.
+                stream.from = None;
                 return;
             }
         } else if stream.from.is_none() {
@@ -202,7 +206,6 @@ impl Streams {
 mod tests {
     use rustix::pipe::PipeFlags;
 
-    use super::super::FIRST_WAIT;
     use super::*;
     use crate::reactor::UNWATCHED_WAIT;
     use crate::testing;
