@@ -152,7 +152,11 @@ fn main() -> ExitCode {
         let (name, shared) = (case.name, shared.clone());
         Trial::test(name, move || {
             let shared = shared.as_ref().as_ref().expect("a cluster");
-            one(shared, &case).map_err(|e| Failed::from(format!("{e:#}")))
+            one(shared, &case).map_err(|e| {
+                // The harness says why at the end of all cases, which is up to an hour later.
+                eprintln!("{name}: {e:#}");
+                Failed::from(format!("{e:#}"))
+            })
         })
     });
     let skipped = cannot_run.iter().map(|(name, why)| {
