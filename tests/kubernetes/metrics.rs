@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::Run;
 use crate::cluster::{NODE, until};
-use crate::side::{Facts, LIMIT, Side, at, container, sleeping};
+use crate::side::{Facts, LIMIT, Side, at, container};
 
 pub(crate) const CASES: &[(&str, Run)] =
     &[("metrics", Run::Both(metrics)), ("metrics_from_cri", Run::Both(metrics_from_cri))];
@@ -90,8 +90,13 @@ fn all(side: &Side) -> Result<Facts> {
 
 /// The metrics of pods that have run for a while: kubelet collects each kind at its own pace.
 fn collected(sides: &[Side; 2]) -> Result<[Facts; 2]> {
-    let containers = [container("main", "while :; do echo; sleep 1; done"), sleeping("other")];
-    let spec = json!({ "containers": containers });
+    // A container has metrics of a disk once it has used it. Which of them reads a program that is
+    // not in memory is chance, so each writes.
+    let scripts = ["while :; do echo; sleep 1; done", "trap 'exit 0' TERM; sleep 100000 & wait"];
+    let containers = ["main", "other"].into_iter().zip(scripts).map(|(name, script)| {
+        container(name, &format!("dd if=/dev/zero of=/written count=1 conv=fsync; {script}"))
+    });
+    let spec = json!({ "containers": containers.collect::<Vec<_>>() });
     // The first pods of a node read their programs from the disk, those of one handler before those
     // of the other, which the metrics would show.
     for side in sides {
