@@ -63,14 +63,11 @@ impl Section {
         let commit = output("git", &["describe", "--always", "--dirty", "--exclude=*"])?;
         let kernel = output("uname", &["-r"])?;
         let cgroups = if kit::machine::cgroup::unified()? { 2 } else { 1 };
-        let cpus = match std::thread::available_parallelism()?.get() {
-            1 => "1 processor".to_owned(),
-            cpus => format!("{cpus} processors"),
-        };
+        let cpus = std::thread::available_parallelism()?;
         let load = fs::read_to_string("/proc/loadavg")?;
         let load = load.split_whitespace().nth(1).unwrap_or_default().to_owned();
         let measured = format!(
-            "Measured on {date} at {commit} with the release programs: {cpus}, Linux \
+            "Measured on {date} at {commit} with the release programs. Processors: {cpus}; Linux \
              {kernel},\ncgroup version {cgroups}, five-minute load average {load} at the beginning."
         );
         Ok(Self { version, measured, rows: Vec::new(), churn: None })
