@@ -148,7 +148,9 @@ fn main() -> ExitCode {
     };
     let cannot_run = known::cannot_run(on_a_node);
     let can_run = |case: &Case| !cannot_run.iter().any(|(name, _)| *name == case.name);
-    let trials = cases().into_iter().filter(can_run).map(|case| {
+    let to_run: Vec<Case> = cases().into_iter().filter(can_run).collect();
+    let count = to_run.len();
+    let trials = to_run.into_iter().map(|case| {
         let (name, shared) = (case.name, shared.clone());
         Trial::test(name, move || {
             let shared = shared.as_ref().as_ref().expect("a cluster");
@@ -166,6 +168,7 @@ fn main() -> ExitCode {
     let Some(shared) = shared.as_ref() else { return conclusion.exit_code() };
     let whole = arguments.filter.is_none() && arguments.skip.is_empty();
     let outcomes = shared.outcomes.lock().unwrap();
+    let whole = whole.then_some(count);
     if let Err(e) = results::report(&shared.cluster, &outcomes, cannot_run, whole) {
         eprintln!("kubernetes: {e:#}");
         return ExitCode::FAILURE;

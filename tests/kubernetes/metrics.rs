@@ -14,6 +14,9 @@ use crate::side::{Facts, LIMIT, Side, at, container};
 pub(crate) const CASES: &[(&str, Run)] =
     &[("metrics", Run::Both(metrics)), ("metrics_from_cri", Run::Both(metrics_from_cri))];
 
+/// The end of the name of a fact that is true with a value above 0.
+const ABOVE: &str = ", above 0";
+
 /// The value of a label in a line of metrics.
 fn label<'a>(line: &'a str, name: &str) -> &'a str {
     let begin = format!("{name}=\"");
@@ -37,6 +40,12 @@ fn series(facts: &mut Facts, page: &str, side: &Side, pod: &str) -> Result<()> {
             (container, _) => container,
         };
         *counts.entry(format!("{page}: {metric} of {owner}")).or_default() += 1;
+        // A name is also there with an empty value.
+        if owner == "main" && metric.ends_with("memory_working_set_bytes") {
+            let value = line.rsplit_once("} ").and_then(|(_, rest)| rest.split(' ').next());
+            let above = value.and_then(|value| value.parse().ok()).is_some_and(|n: f64| n > 0.0);
+            facts.add(format!("{page}: {metric} of {owner}{ABOVE}"), above);
+        }
     }
     ensure!(!counts.is_empty(), "{page} has nothing of {pod}");
     for (name, count) in counts {
@@ -77,6 +86,14 @@ fn summary(facts: &mut Facts, side: &Side, pod: &str) -> Result<()> {
     for path in found {
         facts.add(path, "there");
     }
+    let mut containers = stats["containers"].as_array().into_iter().flatten();
+    let main = containers.find(|container| container["name"] == "main").context("no main")?;
+    for (owner, stats) in [("pod", stats), ("main", main)] {
+        for value in ["memory.workingSetBytes", "cpu.usageCoreNanoSeconds"] {
+            let above = at(stats, value).parse().is_ok_and(|n: u64| n > 0);
+            facts.add(format!("summary: {value} of {owner}{ABOVE}"), above);
+        }
+    }
     Ok(())
 }
 
@@ -113,6 +130,9 @@ fn collected(sides: &[Side; 2]) -> Result<[Facts; 2]> {
         let pairs = |facts: &[Facts; 2]| facts.clone().map(|facts| facts.0);
         let stays = last.as_ref().is_some_and(|last| pairs(last) == pairs(&now));
         same = if stays { same + 1 } else { 0 };
+        let mut all = now.iter().flat_map(|facts| &facts.0);
+        let zero = all.find(|(name, value)| name.ends_with(ABOVE) && value != "true");
+        ensure!(zero.is_none(), "{zero:?}");
         let complete = |facts: &Facts| facts.get("summary: .cpu.usageNanoCores").is_some();
         let done = same >= 5 && now.iter().all(complete);
         last = Some(now);

@@ -159,6 +159,10 @@ fn oom(side: &Side) -> Result<Facts> {
         facts.add(format!("{name}: reason"), at(&status, "state.terminated.reason"));
         facts.add(format!("{name}: exit code"), at(&status, "state.terminated.exitCode"));
     }
+    ensure!(facts.get("eats: exit code") == Some("137"), "{:?}", facts.0);
+    // Else both could be wrong alike. The built-in controller is at times, as `known.rs` says.
+    let reason = facts.get("eats: reason");
+    ensure!(side.handler == Handler::Builtin || reason == Some("OOMKilled"), "{reason:?}");
     let calm = side.kubectl(&["exec", "hungry", "-c", "calm", "--", "echo", "runs"])?;
     facts.expect("calm", calm, "runs")?;
     side.delete(&["pod/hungry"])?;

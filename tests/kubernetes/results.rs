@@ -97,12 +97,13 @@ fn compare(builtin: &Facts, ours: &Facts) -> Vec<Difference> {
     both.filter(|difference| difference.builtin != difference.ours).collect()
 }
 
-/// Prints what ran, and writes it down after a run of all cases.
+/// Prints what ran, and writes it down after a run of all cases, of which `whole` is the number. A
+/// case without an outcome has failed: it panicked, or one of the programs ended.
 pub(crate) fn report(
     cluster: &Cluster,
     outcomes: &BTreeMap<&'static str, Outcome>,
     cannot_run: &[(&str, &str)],
-    whole: bool,
+    whole: Option<usize>,
 ) -> Result<()> {
     for outcome in outcomes.values() {
         let count = outcome.facts[0].0.len();
@@ -113,23 +114,23 @@ pub(crate) fn report(
         }
     }
     for (case, why) in cannot_run {
-        println!("{case}: skipped: {why}");
+        println!("skipped: {case}: {why}");
     }
-    if !whole {
-        return Ok(());
-    }
+    ensure!(!outcomes.is_empty(), "no case ran");
+    let Some(cases) = whole else { return Ok(()) };
     let same = |o: &&Outcome| o.passed == [true, true] && o.differences.is_empty();
     let explained = |o: &&Outcome| {
         o.passed == [true, true] && !o.differences.is_empty() && o.unexplained().is_empty()
     };
+    let same = outcomes.values().filter(same).count();
+    let explained = outcomes.values().filter(explained).count();
     let result = json!({
-        "same": outcomes.values().filter(same).count(),
-        "explained": outcomes.values().filter(explained).count(),
-        "failed": outcomes.values().filter(|o| !same(o) && !explained(o)).count(),
+        "same": same,
+        "explained": explained,
+        "failed": cases - same - explained,
         "skipped": cannot_run.len(),
         "cases": outcomes.values().map(Outcome::to_json).collect::<Vec<_>>(),
     });
-    ensure!(!outcomes.is_empty(), "no case ran");
     write(cluster, "kubernetes", result)
 }
 

@@ -1,5 +1,6 @@
 //! The makers of pods: controllers, files of kubelet; and the causes of their end.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
@@ -233,17 +234,20 @@ fn fifty_deletions(side: &Side) -> Result<Facts> {
     side.kubectl(&["delete", "deployment/many", "--wait=false"])?;
     side.kubectl(&["wait", "--for=delete", "pod", "-l", "app=many", &limit])?;
     until("no sandbox is left", LIMIT, || {
-        let left = sandboxes(side)?;
-        ensure!(left <= before, "{left} sandboxes, {before} before");
+        let now = sandboxes(side)?;
+        let left: Vec<_> = now.difference(&before).collect();
+        ensure!(left.is_empty(), "{left:?}");
         Ok(())
     })?;
     facts.add("sandboxes left", 0);
     Ok(facts)
 }
 
-/// How many sandboxes containerd has.
-fn sandboxes(side: &Side) -> Result<usize> {
+/// The ids of the sandboxes that containerd has.
+fn sandboxes(side: &Side) -> Result<BTreeSet<String>> {
     let mut ctr = std::process::Command::new(side.cluster.parts().program("ctr"));
     ctr.args(["-n", "k8s.io", "sandboxes", "list"]);
-    Ok(crate::cluster::output(ctr, b"")?.lines().count())
+    let listed = crate::cluster::output(ctr, b"")?;
+    let ids = listed.lines().filter_map(|row| row.split_whitespace().next());
+    Ok(ids.map(str::to_owned).collect())
 }
