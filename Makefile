@@ -42,7 +42,7 @@ IMAGES ?= target/image
 # Architectures of a release; the machine's own must be among them.
 ARCHES ?= amd64 arm64
 # containerd's long-term release, and the newest of the other releases that nodes run.
-LTS := 2.3.7
+LTS ?= 2.3.7
 RELEASES := 2.0.14 2.1.9 2.4.2
 # The releases of `make test-shim-alone`.
 ALONE ?= $(LTS) 2.1.9 2.4.2
@@ -298,9 +298,10 @@ $(RUST_SHIM):
 	CARGO_TARGET_DIR=target/tools/build $(CARGO) install --locked --root target/tools \
 		--version $(RUST_SHIM_VERSION) containerd-runc-shim
 
+# With ONLY="cycles streams" these parts alone.
 bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; needs root, Go
 	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
-		$(CARGO) bench --locked --bench bench
+		$(CARGO) bench --locked --bench bench -- $(if $(ONLY),--only $(ONLY))
 
 bench-quick: parts shim $(RUST_SHIM) ## the same with fewer rounds; 3 minutes; needs root and Go
 	parts=$$(tests/kit/fetch-release $(LTS)) && PARTS_DIR=$$parts \
