@@ -315,8 +315,9 @@ budget: parts shim ## memory and times of up to 1000 pods, with both controllers
 
 # The older release is for the upgrade under a running pod.
 compare: ## both controllers in the bad hour, to docs/compare.md; hours; needs root, Go
-	packaging/release/programs $$(dpkg --print-architecture)
-	tests/kit/build-tests compare >/dev/null
+	COMMIT=$$(git describe --always --dirty --exclude='*') && export COMMIT && \
+	packaging/release/programs $$(dpkg --print-architecture) && \
+	tests/kit/build-tests compare >/dev/null && \
 	for release in $(COMPARE); do \
 		older=$(LTS); [ "$$release" != $(LTS) ] || older=2.1.9; \
 		older=$$(tests/kit/fetch-release $$older) && \

@@ -47,6 +47,19 @@ pub(crate) struct Churn {
     pub(crate) took: Duration,
 }
 
+impl Churn {
+    /// Whether containerd and the sandboxer were killed, and no more than that explains was excused:
+    /// a kill of containerd can make it forget the codes of the pods of that moment, and any kill
+    /// can end them.
+    pub(crate) fn is_explained_by_its_kills(&self) -> bool {
+        let [containerd, sandboxer, shims] = self.kills;
+        containerd > 0
+            && sandboxer > 0
+            && self.codes_forgotten <= containerd * CLIENTS
+            && self.anew <= (containerd + sandboxer + shims) * CLIENTS
+    }
+}
+
 struct Shared {
     node: Arc<Node>,
     handler: Handler,

@@ -106,6 +106,7 @@ pub(crate) async fn killed_in_run(run: Run) -> Result<Cell> {
     let whole = begun.elapsed();
     pod.remove().await?;
     let kills = if run.short { 3 } else { KILLS };
+    let mut interrupted = 0;
     for nth in 0..kills {
         let home = run.node.prepare(PodSpec::new(&format!("killed-{nth}")))?;
         let (node, handler, config) = (run.node.clone(), run.handler, home.config().clone());
@@ -114,7 +115,7 @@ pub(crate) async fn killed_in_run(run: Run) -> Result<Cell> {
         tokio::time::sleep(whole.mul_f32((nth as f32 + 0.5) / kills as f32)).await;
         run.node.kill_containerd()?;
         // Its answer is lost, or it came before.
-        let _ = running.await?;
+        interrupted += usize::from(running.await?.is_err());
         run.node.start_containerd().await?;
         for pod in run.node.cri().list_pod_sandbox(PodSandboxFilter::new()).await? {
             let stopped = run.node.cri().stop_pod_sandbox(&pod.id).await;
@@ -126,6 +127,7 @@ pub(crate) async fn killed_in_run(run: Run) -> Result<Cell> {
         // What it holds still is among the leftovers.
         let _ = home.clear();
     }
+    ensure!(interrupted > 0, "each call was done before its kill");
     cell.fact(format!("{kills} kills, spread over {} ms", whole.as_millis()));
     Ok(cell)
 }

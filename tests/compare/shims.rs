@@ -61,7 +61,7 @@ pub(crate) async fn killed_in_start(run: Run) -> Result<Cell> {
     run.node.cri().start_container(container.id()).await?;
     let whole = begun.elapsed();
     pod.remove().await?;
-    let mut slowest = Duration::ZERO;
+    let (mut slowest, mut interrupted) = (Duration::ZERO, 0);
     let kills = if run.short { 3 } else { KILLS };
     for nth in 0..kills {
         let pod = run.pod(&format!("killed-{nth}")).await?;
@@ -72,13 +72,14 @@ pub(crate) async fn killed_in_start(run: Run) -> Result<Cell> {
         tokio::time::sleep(whole.mul_f32((nth as f32 + 0.5) / kills as f32)).await;
         signal(shim, Signal::SIGKILL)?;
         // The call has failed, or it had ended before the kill.
-        let _ = starting.await?;
+        interrupted += usize::from(starting.await?.is_err());
         let begun = Instant::now();
         if !Cell::default().remove(&pod).await? {
             cell.loss("a pod cannot be removed");
         }
         slowest = slowest.max(begun.elapsed());
     }
+    ensure!(interrupted > 0, "each call was done before its kill");
     cell.fact(format!("{kills} kills, spread over {} ms", whole.as_millis()));
     cell.fact(format!("stop and remove take {} at most", seconds(slowest)));
     Ok(cell)
