@@ -130,8 +130,11 @@ impl Machine {
                     let own = &units[units.len() - 1..];
                     systemctl(&["kill", "--kill-whom=main", &signal], own)?;
                 }
-                // Of the units of packages systemd starts a killed program again.
-                systemctl(&["stop"], &units).map(drop)
+                // Of the units of packages systemd starts a killed program again. If it does so
+                // between the stops of socket and service, it cancels that of the socket.
+                until(&format!("the end of {name}"), Duration::from_secs(60), || {
+                    systemctl(&["stop"], &units).map(drop)
+                })
             }
         }
     }
