@@ -177,6 +177,7 @@ impl Server {
     pub fn ready(&mut self, id: u32, reactor: &Reactor) -> Vec<Call> {
         let Some(connection) = self.connections.get_mut(&id) else { return Vec::new() };
         if connection.out.len() >= MAX_UNREAD {
+            self.flush(id, reactor);
             return Vec::new();
         }
         let read = frame::read(&connection.socket, &mut connection.decoder);

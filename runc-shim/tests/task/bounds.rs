@@ -1,6 +1,7 @@
 //! Bounds of what callers can have the shim keep.
 
 use std::io::Write as _;
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use containerd_shim_protos::api::*;
@@ -102,5 +103,57 @@ fn too_many_connections_wait_for_their_turn() {
     many.drain(..100);
     pod.connect().connect(context(), &ConnectRequest::new()).unwrap();
     drop(many);
+    pod.shut_down();
+}
+
+/// Promise: caller_harms_only_itself.
+#[test]
+fn a_caller_that_reads_no_answers_is_read_no_further_until_it_does() {
+    let mut pod = Pod::new();
+    pod.run("a", "exec sleep 1000", &Container::default());
+    let mut state = StateRequest::new();
+    state.id = pod.id("a");
+    // The answers are more than the shim keeps, and the socket takes.
+    let streams: Vec<u32> = (0..60_000).map(|number| 2 * number + 1).collect();
+    let calls: Vec<u8> =
+        streams.iter().flat_map(|stream| frame(*stream, "State", &state)).collect();
+    // Sends calls until the shim has read none of them for a while: how many bytes it has taken.
+    let fill = |socket: &mut UnixStream| {
+        socket.set_write_timeout(Some(Duration::from_secs(3))).unwrap();
+        let mut sent = 0;
+        while let Ok(count) = socket.write(&calls[sent..]) {
+            sent += count;
+            assert!(sent < calls.len(), "the shim keeps all answers");
+        }
+        // An answer is about as long as its call.
+        assert!(sent > 1 << 20, "{sent}: the shim is not done");
+        sent
+    };
+    let is_at_rest = || {
+        let before = pod.time();
+        std::thread::sleep(Duration::from_secs(1));
+        let spent = pod.time() - before;
+        assert!(spent < Duration::from_millis(50), "it spins: {spent:?}");
+    };
+    let mut socket = pod.socket();
+    let sent = fill(&mut socket);
+    is_at_rest();
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    let (mut writer, rest) = (socket.try_clone().unwrap(), &calls[sent..]);
+    let limit = Some(Duration::from_secs(30));
+    writer.set_write_timeout(limit).unwrap();
+    socket.set_read_timeout(limit).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || writer.write_all(rest).unwrap());
+        for stream in &streams {
+            assert_eq!(answer(&mut socket).0, *stream);
+        }
+    });
+    is_at_rest();
+    // One that ends, and has read nothing.
+    fill(&mut socket);
+    drop(socket);
+    is_at_rest();
+    pod.end("a");
     pod.shut_down();
 }
