@@ -247,11 +247,16 @@ impl Container {
 
     /// Begins to copy the streams of the process, and completes the call.
     fn attach(&mut self, services: &mut Services, caller: &Caller, prepared: Prepared) -> Answer {
-        if caller.key == self.key {
-            check_deadline(caller.reply)?;
-        }
+        let reply = caller.reply.filter(|_| caller.key == self.key);
         let pid_file = self.pid_file(&caller.key);
-        let pid = runtime::read_pid(&pid_file)?;
+        let pid = match check_deadline(reply).and_then(|()| runtime::read_pid(&pid_file)) {
+            Ok(pid) => pid,
+            Err(e) => {
+                // The process, which may run already, may hold the locks of these streams.
+                services.copiers.close(&caller.key, prepared.into_ends().collect());
+                return Err(e);
+            }
+        };
         let Prepared { streams, stdin, .. } = prepared;
         self.process(&caller.key)?.attach(&mut services.copiers, &caller.key, streams, stdin)?;
         let exit = services.children.started(&caller.key, pid);
