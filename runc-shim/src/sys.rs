@@ -201,7 +201,11 @@ fn become_program(work: &Work<'_>) -> c_int {
                 return errno();
             }
         }
-        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        // The program gets no signal ignored: not SIGPIPE, as every Rust program has it, and none
+        // that the program which has started this one ignores. Those of the C library are refused.
+        for signal in 1..=libc::SIGRTMAX() {
+            libc::signal(signal, libc::SIG_DFL);
+        }
         let mut none = MaybeUninit::<libc::sigset_t>::uninit();
         libc::sigemptyset(none.as_mut_ptr());
         if libc::sigprocmask(libc::SIG_SETMASK, none.as_ptr(), ptr::null_mut()) != 0 {

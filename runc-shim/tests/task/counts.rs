@@ -151,7 +151,7 @@ fn many_execs_at_once_end_before_their_container() {
 /// The streams of an exec take several descriptors of the shim each.
 #[test]
 fn the_limit_of_open_files_is_the_containers_and_not_the_shims() {
-    let mut pod = Pod::with_open_files(64);
+    let mut pod = Pod::after("ulimit -Sn 64");
     let out = pod.fifo("out");
     let (stdout, limit) = (reader(&out), Container { stdout: out, ..Default::default() });
     pod.run("a", "ulimit -Sn; exec sleep 1000", &limit);
@@ -171,5 +171,22 @@ fn the_limit_of_open_files_is_the_containers_and_not_the_shims() {
     }
     pod.delete("a", "").unwrap();
     assert_eq!(stdout.join().unwrap(), b"64\n");
+    pod.shut_down();
+}
+
+/// containerd may have been started below nohup(1).
+#[test]
+fn a_container_ignores_no_signal_that_its_shim_ignores() {
+    let mut pod = Pod::after("trap '' HUP INT USR1");
+    let pid = pod.run("a", "exec sleep 1000", &Container::default());
+    let status = || std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let status = eventually("the program", || {
+        Some(status()).filter(|status| status.starts_with("Name:\tsleep\n"))
+    });
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
+    // The C library refuses to change its own two signals.
+    let of_library = 3 << (32 - 1);
+    assert_eq!(u64::from_str_radix(ignored, 16).unwrap() & !of_library, 0, "{ignored}");
+    pod.end("a");
     pod.shut_down();
 }

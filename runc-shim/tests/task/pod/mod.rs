@@ -113,15 +113,14 @@ impl Pod {
         Self::launch(":", log)
     }
 
-    /// A pod whose shim is started with this soft limit of open files.
-    pub fn with_open_files(soft: u32) -> Self {
-        Self::launch(&format!("ulimit -Sn {soft}"), Stdio::inherit())
+    /// A pod whose shim is executed by a shell after these commands.
+    pub fn after(commands: &str) -> Self {
+        Self::launch(commands, Stdio::inherit())
     }
 
     /// A pod whose shim finds programs in this directory first.
     pub fn with_programs(directory: &Path) -> Self {
-        let path = format!("export PATH='{}':\"$PATH\"", directory.display());
-        Self::launch(&path, Stdio::inherit())
+        Self::after(&format!("export PATH='{}':\"$PATH\"", directory.display()))
     }
 
     /// A pod whose shim is executed after these commands.
