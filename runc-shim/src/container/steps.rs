@@ -289,13 +289,14 @@ impl Container {
     }
 
     /// Limits the commands that delay the announcement of the exit, after the first process has
-    /// exited: the start of an exec, and the kill of the remaining processes.
+    /// exited: the start of the container (runc waits for the hooks `poststart`) or of an exec, and
+    /// the kill of the remaining processes.
     pub(super) fn limit_after_exit(&mut self) {
         let limit = Instant::now() + AFTER_EXIT;
         for pending in &mut self.pending {
             let is_exec = pending.caller.key != self.key
                 && matches!(pending.step, Step::Launch(Launch::Creating(..)));
-            if is_exec || matches!(pending.step, Step::KillRemaining) {
+            if is_exec || matches!(pending.step, Step::Start | Step::KillRemaining) {
                 pending.limit = Some(limit);
             }
             if let Wait::Readers(readers) = &mut pending.wait {

@@ -46,7 +46,7 @@ fn code(socket: &mut UnixStream) -> Code {
 /// A runtime that does `before`, and then starts a child and hangs, when `action` is called. The
 /// pid of the child is in the file.
 fn hanging_runtime(pod: &Pod, action: &str, before: &str) -> (Container, String) {
-    let child = pod.path("child");
+    let child = pod.path(&format!("child-of-{action}"));
     let commands = format!(
         "{before}\n\
          sleep 1000 & echo $! >{child}.new; mv {child}.new {child}; wait"
@@ -275,43 +275,58 @@ fn a_restore_whose_runtime_another_program_kills_leaves_nothing_after_a_delete()
     pod.shut_down();
 }
 
-/// Kills the first process of a container without the runtime, and waits for its exit.
-fn exit_is_announced(pod: &Pod, pid: u32) {
+/// Kills the first process of a container without the runtime.
+fn kill_first(pid: u32) {
     kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL).unwrap();
-    assert_eq!(pod.wait("a", "").unwrap(), 137);
 }
 
+/// A kill of the remaining processes, an exec, and a start, as with a hook `poststart`.
 #[test]
-fn a_kill_of_remaining_processes_that_hangs_delays_the_exit_for_a_limited_time() {
+fn commands_that_hang_delay_exits_for_a_limited_time() {
     let mut pod = Pod::new();
-    let (with, child) = hanging_runtime(&pod, "kill", ":");
+    let (with, kill_child) = hanging_runtime(&pod, "kill", ":");
     let with = Container { host_pids: true, ..with };
-    let pid = pod.run("a", "sleep 1000 & exec sleep 1000", &with);
-    exit_is_announced(&pod, pid);
-    has_ended(&child);
-    pod.delete("a", "").unwrap();
-    assert_eq!(pod.events_of(&["a"], 4)[2..], ["exit a 137", "delete a"]);
+    let of_kill = pod.run("a", "sleep 1000 & exec sleep 1000", &with);
+    let (with, exec_child) = hanging_runtime(&pod, "exec", ":");
+    let of_exec = pod.run("b", "exec sleep 1000", &with);
+    let runtime = pod::runtime().display().to_string();
+    let (with, start_child) = hanging_runtime(&pod, "start", &format!("{runtime} \"$@\""));
+    let of_start = pod.create("c", "exec sleep 1000", &with);
+    pod.exec("b", "e", "true", &Container::default()).unwrap();
+    let mut starts = ["b", "c"].map(|id| {
+        let mut start = StartRequest::new();
+        start.id = pod.id(id);
+        if id == "b" {
+            start.exec_id = "e".to_owned();
+        }
+        let mut started = socket(&pod);
+        send(&mut started, "Start", &start, Duration::ZERO);
+        started
+    });
+    for child in [&exec_child, &start_child] {
+        eventually("the command", || exists(child).then_some(()));
+    }
+    for pid in [of_kill, of_exec, of_start] {
+        kill_first(pid);
+    }
+    for id in ["a", "b", "c"] {
+        assert_eq!(pod.wait(id, "").unwrap(), 137);
+    }
+    for started in &mut starts {
+        assert_eq!(code(started), Code::DEADLINE_EXCEEDED);
+    }
+    for child in [kill_child, exec_child, start_child] {
+        has_ended(&child);
+    }
+    pod.delete("b", "e").unwrap();
+    for id in ["a", "b", "c"] {
+        pod.delete(id, "").unwrap();
+    }
+    for (id, count) in [("a", 4), ("b", 4), ("c", 3)] {
+        let events = pod.events_of(&[id], count);
+        assert_eq!(events[count - 2..], [format!("exit {id} 137"), format!("delete {id}")]);
+    }
     assert_eq!(traces(&pod), Vec::<String>::new());
-    pod.shut_down();
-}
-
-#[test]
-fn an_exec_that_hangs_delays_the_exit_of_its_container_for_a_limited_time() {
-    let mut pod = Pod::new();
-    let (with, child) = hanging_runtime(&pod, "exec", ":");
-    let pid = pod.run("a", "exec sleep 1000", &with);
-    pod.exec("a", "e", "true", &Container::default()).unwrap();
-    let mut start = StartRequest::new();
-    (start.id, start.exec_id) = (pod.id("a"), "e".to_owned());
-    let mut started = socket(&pod);
-    send(&mut started, "Start", &start, Duration::ZERO);
-    eventually("the command", || exists(&child).then_some(()));
-    exit_is_announced(&pod, pid);
-    assert_eq!(code(&mut started), Code::DEADLINE_EXCEEDED);
-    has_ended(&child);
-    pod.delete("a", "e").unwrap();
-    pod.delete("a", "").unwrap();
-    assert_eq!(pod.events_of(&["a"], 4)[2..], ["exit a 137", "delete a"]);
     pod.shut_down();
 }
 
