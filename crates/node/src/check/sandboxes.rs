@@ -18,9 +18,11 @@ const NAMED: usize = 10;
 /// A pod that starts or ends differs for a moment.
 const MOMENT: Duration = Duration::from_secs(1);
 
-/// The garbage collection removes a sandbox that CRI has forgotten within two minutes, unless it
-/// has containers.
-const FORGOTTEN: Duration = Duration::from_secs(180);
+/// How old a sandbox must be that CRI does not list: the garbage collection removes one that CRI has
+/// forgotten within two intervals, unless it has containers. A minute more is for a slow node.
+fn forgotten(config: &Config) -> Duration {
+    Duration::from_secs(2 * u64::from(config.forgotten_interval) + 60)
+}
 
 /// How CRI and the daemon differ in a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,7 +44,7 @@ pub(super) async fn compare(config: &Config, handlers: &[String], restart: &str)
         let cri = CriClient::new(&config.containerd_address);
         let theirs = tokio::time::timeout(TIMEOUT, cri.pods()).await.ok()?.ok()?;
         let ours = client::list(config).await.ok()?;
-        Some(differences(&ours, &theirs, handlers))
+        Some(differences(&ours, &theirs, handlers, SystemTime::now() - forgotten(config)))
     };
     // One that does not answer any more is reported by the next check.
     let mut found = differing().await.unwrap_or_default();
@@ -54,19 +56,20 @@ pub(super) async fn compare(config: &Config, handlers: &[String], restart: &str)
     difference_findings(&found, restart)
 }
 
+/// `forgotten`: a sandbox that was created before is removed if CRI has forgotten it.
 fn differences(
     ours: &[Sandbox],
     theirs: &[PodSandbox],
     handlers: &[String],
+    forgotten: SystemTime,
 ) -> BTreeSet<(Difference, String)> {
     let is_ready = |pod: &PodSandbox| pod.state.enum_value() == Ok(SANDBOX_READY);
     let in_cri: BTreeMap<&str, bool> =
         theirs.iter().map(|pod| (pod.id.as_str(), is_ready(pod))).collect();
     let known: BTreeSet<&str> = ours.iter().map(|one| one.id.as_str()).collect();
-    let limit = SystemTime::now() - FORGOTTEN;
     let is_old = |one: &Sandbox| {
         let created = one.created_at.as_ref().and_then(|at| u64::try_from(at.seconds).ok());
-        created.is_some_and(|seconds| UNIX_EPOCH + Duration::from_secs(seconds) < limit)
+        created.is_some_and(|seconds| UNIX_EPOCH + Duration::from_secs(seconds) < forgotten)
     };
     let here = ours.iter().filter_map(|one| {
         let difference = match (one.state.as_str(), in_cri.get(one.id.as_str())) {
@@ -183,9 +186,8 @@ mod tests {
         };
         let here = ["ready", "not ready", "created", "starting", "unknown", "quarantined"];
         let mut here: Vec<Sandbox> = here.map(|state| ours(&format!("lone {state}"), state)).into();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
         let mut young = ours("young", "ready");
-        young.created_at.mut_or_insert_default().seconds = now.try_into().unwrap();
+        young.created_at.mut_or_insert_default().seconds = 1000;
         here.push(young);
         here.extend([ours("same", "ready"), ours("runs", "ready"), ours("ended", "not ready")]);
         let there = [
@@ -196,7 +198,8 @@ mod tests {
             theirs("of before the reboot", false, "runc-pause"),
             theirs("of another sandboxer", true, "runc"),
         ];
-        let found = differences(&here, &there, &["runc-pause".to_owned()]);
+        let forgotten = UNIX_EPOCH + Duration::from_secs(1000);
+        let found = differences(&here, &there, &["runc-pause".to_owned()], forgotten);
         let found: Vec<_> = found.iter().map(|(kind, id)| (*kind, id.as_str())).collect();
         let expected = [
             (Difference::NotReadyInCri, "runs"),
