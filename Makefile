@@ -10,13 +10,13 @@
 	mutants prepare tools bench bench-quick budget compare clean
 
 CARGO ?= cargo
-# Of tools, in little time: unoptimised, without debug information, each crate that several need
-# once.
+# Installs a tool in little time: unoptimised, without debug information, and each crate that
+# several tools need only once.
 INSTALL = CARGO_PROFILE_DEV_DEBUG=false CARGO_TARGET_DIR=target/tools/build $(CARGO) install
 PREFIX ?= /usr/local
 SHIM := pause-sandboxer-runc-shim
-# Of the pods' shim: musl where its target is installed, or else glibc; the program is static with
-# both.
+# The target of the pods' shim: musl where it is installed, or else glibc; the program is static
+# with both.
 SHIM_TARGET ?= $(shell musl=$$(uname -m)-unknown-linux-musl; \
 	if [ -d "$$(rustc --print target-libdir --target $$musl)" ]; then echo $$musl; \
 	else echo $$(uname -m)-unknown-linux-gnu; fi)
@@ -57,13 +57,11 @@ MUTANTS ?= src/podsandbox/machine.rs src/exit.rs src/podsandbox/record.rs \
 	src/podsandbox/validate.rs src/podsandbox/validate/*.rs src/cgroup/*.rs src/process/*.rs \
 	$(addprefix runc-shim/src/,container/state.rs container/step.rs exits.rs)
 SHARD ?= 0/1
-# What runs `make budget`, with its arguments.
+# The program that runs `make budget`, with its arguments.
 WITH ?=
-# Of critest and crictl, and the releases that `make conformance` runs it on.
+# The version of critest and crictl, and the releases that `make conformance` runs it on.
 CRI_TOOLS := 1.37.0
 CONFORMANCE ?= $(LTS)
-DEB_BINARY ?= target/release/pause-sandboxer
-DEB_REVISION ?= 1
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,11 +88,11 @@ deb: ## the Debian package: target/debian/pause-sandboxer_VERSION_ARCH.deb
 	@command -v cc >/dev/null || \
 		{ echo "make deb: a C compiler is missing, to link with: apt install gcc" >&2; exit 1; }
 	$(MAKE) build $(DEB) package-files
-	$(DEB) --no-build --locked --deb-revision $(DEB_REVISION) $(DEB_FLAGS)
+	$(DEB) --no-build --locked --deb-revision 1
 
 # The files that the binary writes about itself, for the package.
 package-files: build ## manual pages and shell completions, in target/package
-	packaging/debian/generate $(DEB_BINARY) target/package
+	packaging/debian/generate target/release/pause-sandboxer target/package
 
 $(DEB):
 	$(INSTALL) --debug --locked --root target/tools --version $(DEB_VERSION) cargo-deb
@@ -249,7 +247,7 @@ test-kubernetes: $(HELM) ## pods of every kind in a cluster of its own; needs ro
 		tests/kit/lanes 1 $(CURDIR)/target/suites/kubernetes
 	cat target/suites/kubernetes/kubernetes.log
 
-# Also here KUBERNETES_CASES=deployment is one case.
+# KUBERNETES_CASES=deployment is one case here, too.
 test-kubernetes-vm: ## the same on a node with systemd and cgroup v2; needs root and Go
 	parts=$$(tests/kit/fetch-release $(LTS)) && \
 	kubernetes=$$(tests/kit/fetch-kubernetes $(KUBERNETES)) && \
@@ -315,7 +313,7 @@ budget: parts shim ## memory and times of up to 1000 pods, with both controllers
 		$(WITH) $(CARGO) bench --locked --bench bench -- budget $${BUDGET_PODS:-1000}
 
 # The older release is for the upgrade under a running pod.
-compare: ## both controllers in the bad hour, to docs/compare.md; hours; needs root, Go
+compare: ## both controllers under failures, to docs/compare.md; hours; needs root, Go
 	COMMIT=$$(git describe --always --dirty --exclude='*') && export COMMIT && \
 	packaging/release/programs $$(dpkg --print-architecture) && \
 	tests/kit/build-tests compare >/dev/null && \

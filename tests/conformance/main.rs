@@ -6,8 +6,7 @@
 //! usage: conformance [CASE...], each a regular expression
 //!
 //! All happens in network and IPC namespaces of its own, with a registry on loopback that holds
-//! images made here. CONFORMANCE_DIR names what `tests/kit/fetch-conformance` has fetched,
-//! CONFORMANCE_AT_ONCE how many cases run at a time, CONFORMANCE_LOGS where critest's logs go.
+//! images made here. CONFORMANCE_DIR names what `tests/kit/fetch-conformance` has fetched.
 //!
 //! Promise: conformance_holds.
 
@@ -33,8 +32,6 @@ use suite::{Critest, Outcome, Outcomes};
 
 /// The handler of the built-in controller with the own shim.
 const ALONE: &str = "runc-small";
-/// Cases at a time: most of their time is waiting.
-const AT_ONCE: usize = 4;
 /// How long what the pods have left may take to go. Segments of shared memory, which critest
 /// leaves, stay.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -75,11 +72,7 @@ async fn all(directory: &Path, focus: &[String]) -> Result<bool> {
     prepare(&node).await?;
     let images = images::all(registry::ADDRESS, &directory.join("busybox"))?;
     let _registry = registry::start(&directory.join("docker-registry"), &node, images).await?;
-    let at_once = match std::env::var("CONFORMANCE_AT_ONCE") {
-        Ok(number) => number.parse().context("CONFORMANCE_AT_ONCE")?,
-        Err(_) => AT_ONCE,
-    };
-    let critest = Critest::new(directory.to_owned(), at_once);
+    let critest = Critest::new(directory.to_owned());
     let version = node.parts().version();
     // A part of the cases has no floor.
     let floor = if focus.is_empty() { known::floor(&version)? } else { 0 };

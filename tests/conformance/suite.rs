@@ -46,20 +46,21 @@ impl Outcome {
     }
 }
 
+/// Cases at a time: most of their time is waiting.
+const AT_ONCE: usize = 4;
+
 /// The outcomes by the cases' full names.
 pub(crate) type Outcomes = BTreeMap<String, Outcome>;
 
 /// The programs and how they are run.
 pub(crate) struct Critest {
     directory: PathBuf,
-    /// Cases at a time.
-    at_once: usize,
 }
 
 impl Critest {
     /// Those of a directory that `tests/kit/fetch-conformance` has filled.
-    pub(crate) fn new(directory: PathBuf, at_once: usize) -> Self {
-        Self { directory, at_once }
+    pub(crate) fn new(directory: PathBuf) -> Self {
+        Self { directory }
     }
 
     /// Runs all cases, or those whose names match one of these regular expressions, with the pods
@@ -103,10 +104,6 @@ impl Critest {
         ensure!(!outcomes.is_empty(), "critest ran no case: {}", tail(&log));
         let seconds = begun.elapsed().as_secs();
         println!("{handler}: {} cases in {seconds} s", outcomes.len());
-        if let Some(logs) = std::env::var_os("CONFORMANCE_LOGS").map(PathBuf::from) {
-            fs::create_dir_all(&logs)?;
-            fs::copy(&log, logs.join(format!("{handler}.log")))?;
-        }
         Ok(outcomes)
     }
 
@@ -116,7 +113,7 @@ impl Critest {
             // The logs of its pods are removed with the node.
             .env("TMPDIR", scratch)
             .arg("run")
-            .arg(format!("--procs={}", self.at_once))
+            .arg(format!("--procs={AT_ONCE}"))
             .args(["--no-color", "--skip=benchmark", "--keep-going", "--timeout=30m"])
             .arg("--json-report=report.json")
             .arg(format!("--output-dir={}", scratch.display()));
