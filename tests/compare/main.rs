@@ -1,4 +1,4 @@
-//! The bad hour side by side: containerd's built-in controller and this sandboxer go through the
+//! Failures side by side: containerd's built-in controller and this sandboxer go through the
 //! same events and the same churn, each with a containerd of its own.
 //!
 //! usage: compare                                     the test

@@ -23,7 +23,7 @@ pub(crate) struct Section {
 }
 
 const HEAD: &str = "\
-# The bad hour, measured
+# Failures, measured
 
 `make compare` writes this page: the same events with containerd's built-in controller and its shim
 `containerd-shim-runc-v2`, and with this sandboxer, each with a containerd of its own in a scratch
