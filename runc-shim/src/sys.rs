@@ -153,7 +153,8 @@ pub fn spawn(spawn: &Spawn<'_>) -> io::Result<i32> {
     Ok(pid)
 }
 
-/// Runs in the child, in the parent's memory: allocates nothing and calls only system calls.
+/// Runs in the child, in the parent's memory: allocates nothing and calls only functions that are
+/// safe in a signal handler (signal-safety(7)).
 extern "C" fn child(work: *mut c_void) -> c_int {
     // SAFETY: `spawn` passes its `Work` and waits; nothing else uses it meanwhile.
     let work = unsafe { &mut *work.cast::<Work<'_>>() };

@@ -336,14 +336,20 @@ impl Container {
         response::started(pid)
     }
 
-    /// Continues after the runtime has started the container, or has failed to.
+    /// Continues after the runtime has started the container, or has failed to. If the first process
+    /// has exited and the runtime was killed (`was_interrupted`), for example because a hook hung,
+    /// the container counts as started: for one that was not, containerd drops the exit code.
     pub(super) fn start_ended(
         &mut self,
         services: &mut Services,
         done: Result<(), Error>,
+        was_interrupted: bool,
     ) -> Answer {
         match done {
             Ok(()) => self.started(services, self.pid),
+            Err(_) if was_interrupted && self.state.has_exited() => {
+                self.started(services, self.pid)
+            }
             Err(e) => {
                 self.announce_exit_if_done(services);
                 Err(e)

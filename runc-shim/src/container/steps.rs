@@ -171,7 +171,7 @@ impl Container {
     ) -> Answer {
         match step {
             Step::Launch(step) => self.launch_next(services, caller, step, done),
-            Step::Start => self.start_ended(services, done),
+            Step::Start => self.start_ended(services, done, was_interrupted),
             Step::Remove(part, first) => self.remove_next(services, caller, part, first, done),
             Step::Kill(signal) => self.kill_ended(signal, done),
             Step::KillRemaining => {
@@ -289,8 +289,8 @@ impl Container {
     }
 
     /// Limits the commands that delay the announcement of the exit, after the first process has
-    /// exited: the start of the container (runc waits for the hooks `poststart`) or of an exec, and
-    /// the kill of the remaining processes.
+    /// exited: the start of the container (crun, and runc after 1.5, wait for the `poststart` hooks)
+    /// or of an exec, and the kill of the remaining processes.
     pub(super) fn limit_after_exit(&mut self) {
         let limit = Instant::now() + AFTER_EXIT;
         for pending in &mut self.pending {
