@@ -202,8 +202,8 @@ fn become_program(work: &Work<'_>) -> c_int {
                 return errno();
             }
         }
-        // The program gets no signal ignored: not SIGPIPE, as every Rust program has it, and none
-        // that the program which has started this one ignores. Those of the C library are refused.
+        // No signal stays ignored: every Rust program ignores SIGPIPE, and the program that has
+        // started this one may ignore others. The C library refuses to change its own signals.
         for signal in 1..=libc::SIGRTMAX() {
             libc::signal(signal, libc::SIG_DFL);
         }

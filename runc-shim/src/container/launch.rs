@@ -336,9 +336,10 @@ impl Container {
         response::started(pid)
     }
 
-    /// Continues after the runtime has started the container, or has failed to. If the first process
-    /// has exited and the runtime was killed (`was_interrupted`), for example because a hook hung,
-    /// the container counts as started: for one that was not, containerd drops the exit code.
+    /// Continues after the runtime has started the container, or has failed to. If the first
+    /// process has exited and the runtime was killed (`was_interrupted`), for example because a
+    /// hook hung, the container counts as started: for one that was not, containerd drops the exit
+    /// code.
     pub(super) fn start_ended(
         &mut self,
         services: &mut Services,

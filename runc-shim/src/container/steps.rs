@@ -289,8 +289,8 @@ impl Container {
     }
 
     /// Limits the commands that delay the announcement of the exit, after the first process has
-    /// exited: the start of the container (crun, and runc after 1.5, wait for the `poststart` hooks)
-    /// or of an exec, and the kill of the remaining processes.
+    /// exited: the start of the container, in which crun and newer runc wait for the `poststart`
+    /// hooks, the start of an exec, and the kill of the remaining processes.
     pub(super) fn limit_after_exit(&mut self) {
         let limit = Instant::now() + AFTER_EXIT;
         for pending in &mut self.pending {

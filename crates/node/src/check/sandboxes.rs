@@ -18,8 +18,9 @@ const NAMED: usize = 10;
 /// A pod that starts or ends differs for a moment.
 const MOMENT: Duration = Duration::from_secs(1);
 
-/// How old a sandbox must be that CRI does not list: the garbage collection removes one that CRI has
-/// forgotten within two intervals, unless it has containers. A minute more is for a slow node.
+/// How old a sandbox must be that CRI does not list. The garbage collection removes one that CRI
+/// has forgotten within two intervals, unless it has a shim or got a call since the daemon started.
+/// A minute more is for a slow node.
 fn forgotten(config: &Config) -> Duration {
     Duration::from_secs(2 * u64::from(config.forgotten_interval) + 60)
 }
@@ -37,8 +38,8 @@ enum Difference {
     UnknownToCri,
 }
 
-/// Compares the daemon's sandboxes with CRI's pods of the runtime handlers `handlers`. `unit`
-/// starts containerd.
+/// Compares the daemon's sandboxes with CRI's pods of the runtime handlers `handlers`. `restart` is
+/// the advice to restart containerd.
 pub(super) async fn compare(config: &Config, handlers: &[String], restart: &str) -> Vec<Finding> {
     let differing = async || {
         let cri = CriClient::new(&config.containerd_address);
@@ -56,7 +57,7 @@ pub(super) async fn compare(config: &Config, handlers: &[String], restart: &str)
     difference_findings(&found, restart)
 }
 
-/// `forgotten`: a sandbox that was created before is removed if CRI has forgotten it.
+/// A sandbox that was created before `forgotten` is removed by now if CRI has forgotten it.
 fn differences(
     ours: &[Sandbox],
     theirs: &[PodSandbox],
