@@ -37,9 +37,12 @@ service=$units/pause-sandboxer.service
 settings=/etc/pause-sandboxer/config.toml
 # The first line of the settings that this script has written.
 ours='# Written by the installer: change the values of the chart.'
-# Exists from the first change of a file until the daemon has been restarted, so that the next run
-# completes an interrupted installation. `enable` completes an interrupted `enable`.
+# A directory from the first change of a file until the daemon has been restarted, so that the next
+# run completes an interrupted installation. It keeps each file as it was, empty if there was none.
+# `enable` completes an interrupted `enable`.
 unfinished=/var/lib/pause-sandboxer.unfinished
+files="$directory/pause-sandboxer $directory/pause-sandboxer-runc-shim $service
+    $units/pause-sandboxer.socket $settings"
 state=/run/pause-sandboxer
 needed=75
 unfit=76
@@ -55,18 +58,40 @@ installed() {
     sed -n 's,^ExecStart=\(/.*\)/pause-sandboxer serve$,\1,p' "$host$service" 2>/dev/null
 }
 
-# begin MARKER
-begin() {
-    mkdir -p "$(dirname "$host$1")"
-    # A shell exits when a redirection of its built-in `:` fails.
-    (: >"$host$1") || die "cannot write $1"
+# keep PATH: copies what is there, before it changes. The copy of an interrupted installation stays.
+keep() {
+    kept=$host$unfinished$1
+    [ ! -e "$kept" ] || return 0
+    now=$host$1
+    [ -e "$now" ] || now=/dev/null
+    mkdir -p "$(dirname "$kept")" && cp -p "$now" "$kept.new" && mv "$kept.new" "$kept" ||
+        die "cannot copy $1 to $unfinished"
+}
+
+# Undoes all changes of files since the last complete installation.
+restore() {
+    for path in $files; do
+        kept=$host$unfinished$path
+        if [ -s "$kept" ]; then
+            cp -p "$kept" "$host$path.new" && mv "$host$path.new" "$host$path" ||
+                die "cannot restore $path: copy $unfinished$path there"
+        elif [ -e "$kept" ]; then
+            rm -f "$host$path"
+        fi
+    done
+    rm -rf "$host$unfinished"
+}
+
+# Succeeds if this installation is the first of the node.
+is_first() {
+    [ -e "$host$unfinished$service" ] && [ ! -s "$host$unfinished$service" ]
 }
 
 # place FILE PATH MODE: replaces PATH by rename, because the old program may be running. Succeeds if
 # the file changed.
 place() {
     cmp -s "$1" "$host$2" && return 1
-    begin $unfinished
+    keep "$2"
     mkdir -p "$(dirname "$host$2")" && install -m "$3" "$1" "$host$2.new" ||
         die "cannot write $2: if $(dirname "$2") is read-only, set installDirectory of the chart"
     mv "$host$2.new" "$host$2" || die "cannot rename $2.new to $2"
@@ -78,7 +103,7 @@ place_settings() {
     old=$(head -n 1 "$host$settings" 2>/dev/null) || :
     if [ -z "${SETTINGS-}" ]; then
         [ "$old" = "$ours" ] || return 1
-        begin $unfinished
+        keep $settings
         rm "$host$settings" || die "cannot remove $settings"
         say "removed $settings"
         return 0
@@ -142,7 +167,7 @@ place_all() {
     done
     # A node that cannot have the sandboxer, as with containerd 1.x, stays as it was.
     if [ -z "$before" ] && ! (enable "$options" --dry-run) >&2; then
-        remove_files
+        restore
         exit 1
     fi
     sed "s,^ExecStart=pause-sandboxer ,ExecStart=$directory/pause-sandboxer ," \
@@ -159,13 +184,22 @@ install_all() {
     place_all
     # Also without a change: a node whose units are disabled has no daemon after a reboot.
     if ! start_daemon; then
-        node "$program" check || is_unfit "; the daemon does not start"
-        die "cannot start or enable the daemon's units (see above), although check succeeds"
+        if node "$program" check; then
+            die "cannot start or enable the daemon's units (see above), although check succeeds"
+        fi
+        if [ -n "$changed" ] && ! is_first; then
+            restore
+            node systemctl daemon-reload || :
+            start_daemon &&
+                die "the daemon does not start (see above): the earlier installation is restored"
+        fi
+        say "pods cannot run (see above); the daemon does not start" >&2
+        exit $unfit
     fi
     if [ -n "$before" ] && [ "$before" != "$directory" ]; then
         rm -f "$host$before/pause-sandboxer" "$host$before/pause-sandboxer-runc-shim"
     fi
-    rm -f "$host$unfinished"
+    rm -rf "$host$unfinished"
     if [ "$edit" != true ]; then
         say "run \`pause-sandboxer enable${options:+ $options} --restart\` on the node,"
         say "which makes these changes:"
@@ -257,7 +291,7 @@ remove_files() {
     done
     SETTINGS=
     place_settings || :
-    rm -f "$host$unfinished"
+    rm -rf "$host$unfinished"
 }
 
 uninstall_all() {
@@ -284,6 +318,9 @@ install | uninstall) ;;
 esac
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+# The command that runs, and what has to follow it, get the time that kubelet leaves the pod to end:
+# otherwise containerd kills both with the shell.
+trap : TERM
 # The pod of an earlier attempt may still end.
 mkdir -p "$host/run"
 exec 9>"$host/run/pause-sandboxer.installer"

@@ -106,6 +106,27 @@ fn a_node_that_cannot_have_the_sandboxer_stays_as_it_was() {
     assert!(node.path("host/usr/local/bin/pause-sandboxer").exists());
 }
 
+/// As one that an operator has installed without a package, with pods that run.
+#[test]
+fn another_installation_stays_where_the_sandboxer_cannot_be() {
+    let node = Node::new();
+    let earlier = [
+        ("host/usr/local/bin/pause-sandboxer", "earlier"),
+        ("host/etc/systemd/system/pause-sandboxer.service", "ExecStart=pause-sandboxer serve\n"),
+    ];
+    for (path, text) in earlier {
+        fs::create_dir_all(node.path(path).parent().unwrap()).unwrap();
+        fs::write(node.path(path), text).unwrap();
+    }
+    let before = node.files();
+    fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer enable --dry-run").unwrap();
+    assert_eq!(node.installs(&[("SETTINGS", "log_level = \"info\"")]).0, Some(1));
+    assert_eq!(node.files(), before);
+    for (path, text) in earlier {
+        assert_eq!(fs::read_to_string(node.path(path)).unwrap(), text, "{path}");
+    }
+}
+
 #[test]
 fn the_test_pod_has_the_options_of_the_chart() {
     let node = Node::new();
