@@ -348,6 +348,10 @@ async fn a_stopped_containerd_does_not_show_its_config_file(node: Arc<Node>) -> 
     let settings = etc.node.layout().sandboxer_config();
     let way = format!("or set containerd_address in {}", settings.display());
     ensure!(said.contains(&way), "{said}");
-    ensure!(etc.drop_in().exists(), "it is removed: {said}");
+    // Without `--restart` too: its address is not the default one, and neither is its file.
+    for words in [&["disable"][..], &["disable", "--check"]] {
+        let said = etc.run(words).refused("so its config file is unknown")?;
+        ensure!(etc.drop_in().exists(), "it is removed: {said}");
+    }
     Ok(())
 }

@@ -161,12 +161,15 @@ impl NodeChange {
     /// and is not that file.
     fn check_config_file(&self, found: &NodeContainerd, must_run: bool) -> Result<(), EnableError> {
         let Some(named) = &self.subject.containerd_config else {
-            let address = self.subject.config.containerd_address.display();
-            return match found.pid.is_none() && must_run {
+            let address = &self.subject.config.containerd_address;
+            // One at another address, as that of k3s, has its config file elsewhere too.
+            let is_elsewhere = *address != config::Config::default().containerd_address;
+            return match found.pid.is_none() && (must_run || is_elsewhere) {
                 true => refuse(format!(
-                    "no containerd listens at {address}, so its config file is unknown: start \
+                    "no containerd listens at {}, so its config file is unknown: start \
                      containerd first, or set containerd_address in {}, or use \
                      --containerd-address ADDRESS or --containerd-config FILE. Known addresses: {}",
+                    address.display(),
                     self.settings.display(),
                     find::known()
                 )),

@@ -53,9 +53,13 @@ pub async fn need(change: &NodeChange) -> Result<Need, EnableError> {
     let change = &change.located(&change.subject.config).unwrap_or_else(|_| change.clone());
     let subject = &change.subject;
     let containerd = NodeContainerd::find(subject);
-    if !containerd.is_installed() {
+    let is_known = change.check_config_file(&containerd, false);
+    if is_known.is_err() || !containerd.is_installed() {
         let mut pods = pods::of_daemon(&subject.config).await?;
         pods.append(&mut pods::of_shims(&subject.config)?);
+        if pods.is_empty() {
+            is_known?;
+        }
         return Ok(Need { pods, ..Need::default() });
     }
     let node = NodeState::read(subject).await?;
