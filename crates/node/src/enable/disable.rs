@@ -288,7 +288,7 @@ async fn verify(node: &NodeState, removal: &Removal, config: &Config) -> Result<
         ));
     }
     let Some(before) = before else { return Ok(()) };
-    plan::unchanged(before, &after, &removal.handlers, false, config)
+    plan::unchanged(before, &after, &removal.handlers, None, config)
 }
 
 /// Restarts containerd if it still has the handlers: not for what others have written.

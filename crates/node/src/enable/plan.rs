@@ -162,7 +162,17 @@ impl HandlerPlan {
         }
         let mut own = self.replaced.clone().unwrap_or_default();
         own.push(wanted.handler.clone());
-        unchanged(&self.before, after, &own, self.replaced.is_none(), config)
+        let default = node::all(&self.before, config).default;
+        if !wanted.default && known.default != default && !own.contains(&default) {
+            return Err(format!(
+                "containerd would change its default handler from {default:?} to {:?}, which \
+                 another file sets that it does not read yet: remove default_runtime_name from \
+                 that file",
+                known.default
+            ));
+        }
+        let rest = self.replaced.is_none().then_some(wanted);
+        unchanged(&self.before, after, &own, rest, config)
     }
 }
 
@@ -210,13 +220,13 @@ fn refuse_other_daemon(
     }
 }
 
-/// Fails if runtime handlers that are not of the sandboxer's `own` ones differ, or, if `all`,
-/// anything else that no command of this program changes.
+/// Fails if runtime handlers that are not of the sandboxer's `own` ones differ, or, with a command,
+/// anything else that it does not change. [`HandlerPlan::verify`] compares the default handler.
 pub(super) fn unchanged(
     before: &Table,
     after: &Table,
     own: &[String],
-    all: bool,
+    command: Option<&Enablement>,
     config: &Config,
 ) -> Result<(), String> {
     let handlers = |table: &Table| {
@@ -229,21 +239,25 @@ pub(super) fn unchanged(
         let how = if new.contains_key(name) { "change" } else { "lose" };
         return Err(format!("containerd would {how} runtime handler {name:?}"));
     }
+    let Some(command) = command else { return Ok(()) };
     let rest = |table: &Table| {
         let mut rest = table.clone();
         for key in ["imports", "version", "proxy_plugins"] {
             rest.remove(key);
         }
+        let pinned = &[IMAGES, "pinned_images"][..];
         for path in [
             &[RUNTIME, "containerd", "runtimes"][..],
             &[RUNTIME, "containerd", "default_runtime_name"],
-            &[IMAGES, "pinned_images"],
-        ] {
+        ]
+        .into_iter()
+        .chain(command.offline.then_some(pinned))
+        {
             remove(rest.get_mut("plugins").and_then(Value::as_table_mut), path);
         }
         rest
     };
-    match all.then(|| first_difference(&rest(before), &rest(after))).flatten() {
+    match first_difference(&rest(before), &rest(after)) {
         Some(key) => Err(format!("containerd would change its setting {key}")),
         None => Ok(()),
     }
@@ -407,6 +421,11 @@ mod tests {
         assert!(error.contains(part), "{error}");
         for (from, to, part) in [
             ("/r\"", "/x\"", "would change its setting root"),
+            (
+                "name = \"runc\"",
+                "name = \"nvidia\"",
+                "would change its default handler from \"runc\" to \"nvidia\"",
+            ),
             ("/nvidia", "/other", "would change runtime handler \"nvidia\""),
             ("runtimes.kata]", "kata]", "would lose runtime handler \"kata\""),
             ("runtimes.runc-pause]", "runc-pause]", "no runtime handler \"runc-pause\""),
