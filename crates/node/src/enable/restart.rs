@@ -29,7 +29,7 @@ pub enum RestartBy {
 }
 
 impl RestartBy {
-    /// The command, for messages and for the shell.
+    /// The command, for messages.
     pub(super) fn command(&self, unit: &str) -> String {
         match self {
             Self::Systemd => format!("systemctl restart {unit}"),
@@ -69,7 +69,12 @@ impl Restart<'_> {
     async fn run(&self, wanted: impl Fn(&[String]) -> bool) -> Result<(), String> {
         let before = NodeContainerd::find(self.subject);
         let deadline = Instant::now() + self.within;
-        shell_command::run(&self.by.command(&before.unit), self.within).await?;
+        let command = match self.by {
+            // A unit can be ready long after CRI, as that of an RKE2 server with its API server.
+            RestartBy::Systemd => format!("systemctl restart --no-block {}", before.unit),
+            RestartBy::Command(command) => command.clone(),
+        };
+        shell_command::run(&command, self.within).await?;
         let address = &self.subject.config.containerd_address;
         let cri = CriClient::new(address);
         loop {
