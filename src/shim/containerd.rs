@@ -5,8 +5,9 @@
 //! read from containerd: like all Go programs it raises its own soft limit of open files and gives
 //! its children the one before, and it extends `PATH` in its memory only.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -54,11 +55,17 @@ type ContainerdProcess = (i32, u64);
 pub async fn ask(address: &Path) -> Result<(ContainerdProcess, Inheritance), StepError> {
     let process = listener(address).await.step_at("find containerd at", address)?;
     let containerd = GrpcEndpoint::new(address, CONTAINERD_NAMESPACE);
-    // The path names the process, because an upgrade may have replaced the file.
-    let program = format!("/proc/{}/exe", std::process::id());
-    let answer = containerd.execute(Path::new(&program)).await?;
+    // Not below /proc: containerd may execute it late, when another process has the pid.
+    let program = file_of(&std::env::current_exe().step("find the own program")?);
+    let answer = containerd.execute(&program).await?;
     let inheritance = serde_json::from_str(&answer).map_err(io::Error::from);
     Ok((process, inheritance.step_at("decode answer of", program)?))
+}
+
+/// The file of a running program, also if an upgrade has replaced it: the newer one answers too.
+fn file_of(program: &Path) -> PathBuf {
+    let name = program.as_os_str().as_bytes();
+    OsStr::from_bytes(name.strip_suffix(b" (deleted)").unwrap_or(name)).into()
 }
 
 /// The attributes for shims while containerd's are not known: those of `own`, but of its
@@ -173,6 +180,13 @@ mod tests {
     use rustix::process::Uid;
 
     use super::*;
+
+    #[test]
+    fn a_program_that_was_replaced_has_a_file() {
+        for path in ["/a b/pause-sandboxer", "/a b/pause-sandboxer (deleted)"] {
+            assert_eq!(file_of(Path::new(path)), Path::new("/a b/pause-sandboxer"));
+        }
+    }
 
     #[tokio::test]
     async fn shims_get_the_usual_path_and_no_variable_while_containerd_does_not_answer() {
