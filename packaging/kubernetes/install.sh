@@ -6,7 +6,8 @@
 #
 # install     places programs and units, starts the daemon, also one that was stopped or disabled,
 #             adds its handler to containerd's config (`pause-sandboxer enable --restart`), and runs
-#             a pod (`pause-sandboxer selftest`)
+#             a pod (`pause-sandboxer selftest`); restores the earlier files if the daemon does not
+#             start with changed ones
 # uninstall   removes the handler (`pause-sandboxer disable --restart`) and the placed files
 #
 # Exit status, besides 0 and 1:
@@ -14,14 +15,15 @@
 #   76  pods of this sandboxer cannot run on the node
 #   77  the node has the Debian or RPM package: nothing is changed
 #
-# HOST is the mount point of the node's root, DIST the directory of the files to install, DIRECTORY
-# the one on the node for the programs. ON_HOST runs a command on the node. ENABLE_OPTIONS are
-# options of `pause-sandboxer enable`, such as `--default`: without them the script undoes these
-# options of an earlier command. It makes the handler the default only if pods can run without that,
-# and undoes it if they cannot. SELFTEST_OPTIONS are options of `pause-sandboxer selftest`. SETTINGS
-# is the text of the daemon's config file; without it the script leaves the file of an operator
-# alone. With EDIT_CONTAINERD_CONFIG=false an operator runs `enable` and `disable`: the script
-# prints what they would change, and fails until they have run.
+# HOST is the mount point of the node's root, DIST the directory of the files to install,
+# DIRECTORY the one on the node for the programs. ON_HOST runs a command on the node.
+# ENABLE_OPTIONS are options of `pause-sandboxer enable`, such as `--default`: without them the
+# script undoes these options of an earlier command. It makes the handler the default only if pods
+# can run without that, and undoes it if `check` or the pod fails later. SELFTEST_OPTIONS are
+# options of `pause-sandboxer selftest`. SETTINGS is the text of the daemon's config file; without
+# it the script leaves the file of an operator alone. With EDIT_CONTAINERD_CONFIG=false an
+# operator runs `enable` and `disable`: the script prints what they would change, and fails until
+# they have run.
 set -eu
 
 host=${HOST-/host}
@@ -38,11 +40,9 @@ settings=/etc/pause-sandboxer/config.toml
 # The first line of the settings that this script has written.
 ours='# Written by the installer: change the values of the chart.'
 # A directory from the first change of a file until the daemon has been restarted, so that the next
-# run completes an interrupted installation. It keeps each file as it was, empty if there was none.
-# `enable` completes an interrupted `enable`.
-unfinished=/var/lib/pause-sandboxer.unfinished
-files="$directory/pause-sandboxer $directory/pause-sandboxer-runc-shim $service
-    $units/pause-sandboxer.socket $settings"
+# run completes an interrupted installation. It has each file as it was before, empty if there was
+# none. `enable` completes an interrupted `enable`.
+unfinished=/var/lib/pause-sandboxer.before
 state=/run/pause-sandboxer
 needed=75
 unfit=76
@@ -63,23 +63,32 @@ keep() {
     kept=$host$unfinished$1
     [ ! -e "$kept" ] || return 0
     now=$host$1
+    # As of a unit that is masked; on the node it can lead to another file than here.
+    [ ! -L "$now" ] || give_up "$1 is a link: remove it, or uninstall what has made it"
     [ -e "$now" ] || now=/dev/null
-    mkdir -p "$(dirname "$kept")" && cp -p "$now" "$kept.new" && mv "$kept.new" "$kept" ||
-        die "cannot copy $1 to $unfinished"
+    mkdir -p "$(dirname "$kept")" && cp -p "$now" "$kept.new" && sync "$kept.new" &&
+        mv "$kept.new" "$kept" || give_up "cannot copy $1 to $unfinished"
 }
 
-# Undoes all changes of files since the last complete installation.
+# Undoes all changes of files since the last complete installation. Succeeds if nothing is left.
 restore() {
-    for path in $files; do
+    paths=$(cd "$host$unfinished" 2>/dev/null && find . -type f ! -name '*.new' | cut -c 2-) || :
+    for path in $paths; do
         kept=$host$unfinished$path
-        if [ -s "$kept" ]; then
-            cp -p "$kept" "$host$path.new" && mv "$host$path.new" "$host$path" ||
-                die "cannot restore $path: copy $unfinished$path there"
-        elif [ -e "$kept" ]; then
+        if [ ! -s "$kept" ]; then
             rm -f "$host$path"
+        elif ! { cp -p "$kept" "$host$path.new" && mv "$host$path.new" "$host$path"; }; then
+            say "cannot restore $path: copy $unfinished$path there, and restart the daemon" >&2
+            return 1
         fi
     done
     rm -rf "$host$unfinished"
+}
+
+# give_up REASON: ends the script before the daemon is restarted.
+give_up() {
+    restore || :
+    die "$1"
 }
 
 # Succeeds if this installation is the first of the node.
@@ -93,8 +102,8 @@ place() {
     cmp -s "$1" "$host$2" && return 1
     keep "$2"
     mkdir -p "$(dirname "$host$2")" && install -m "$3" "$1" "$host$2.new" ||
-        die "cannot write $2: if $(dirname "$2") is read-only, set installDirectory of the chart"
-    mv "$host$2.new" "$host$2" || die "cannot rename $2.new to $2"
+        give_up "cannot write $2: if its directory is read-only, set installDirectory of the chart"
+    mv "$host$2.new" "$host$2" || give_up "cannot rename $2.new to $2"
     say "placed $2"
 }
 
@@ -104,7 +113,7 @@ place_settings() {
     if [ -z "${SETTINGS-}" ]; then
         [ "$old" = "$ours" ] || return 1
         keep $settings
-        rm "$host$settings" || die "cannot remove $settings"
+        rm "$host$settings" || give_up "cannot remove $settings"
         say "removed $settings"
         return 0
     fi
@@ -167,7 +176,7 @@ place_all() {
     done
     # A node that cannot have the sandboxer, as with containerd 1.x, stays as it was.
     if [ -z "$before" ] && ! (enable "$options" --dry-run) >&2; then
-        restore
+        restore || :
         exit 1
     fi
     sed "s,^ExecStart=pause-sandboxer ,ExecStart=$directory/pause-sandboxer ," \
@@ -179,6 +188,8 @@ place_all() {
 
 install_all() {
     exit_if_packaged
+    # Without a daemon another attempt may find no way to start.
+    trap : TERM
     before=$(installed) || :
     program=$directory/pause-sandboxer
     place_all
@@ -188,18 +199,24 @@ install_all() {
             die "cannot start or enable the daemon's units (see above), although check succeeds"
         fi
         if [ -n "$changed" ] && ! is_first; then
-            restore
+            restore || unfit
             node systemctl daemon-reload || :
-            start_daemon &&
-                die "the daemon does not start (see above): the earlier installation is restored"
+            if start_daemon; then
+                say "the daemon does not start with the new version or settings (see above, and" >&2
+                say "journalctl -u pause-sandboxer on the node); the earlier ones are restored," >&2
+                die "and their daemon runs: correct the chart's values, or run helm rollback"
+            fi
+            say "the earlier files are restored, and their daemon does not start either" >&2
         fi
-        say "pods cannot run (see above); the daemon does not start" >&2
-        exit $unfit
+        unfit "; the daemon does not start: if the handler is the node's default, no pod starts"
     fi
+    trap 'exit 143' TERM
     if [ -n "$before" ] && [ "$before" != "$directory" ]; then
         rm -f "$host$before/pause-sandboxer" "$host$before/pause-sandboxer-runc-shim"
     fi
-    rm -rf "$host$unfinished"
+    # By rename: a later attempt must not restore a part of it.
+    [ ! -e "$host$unfinished" ] || mv "$host$unfinished" "$host$unfinished.done"
+    rm -rf "$host$unfinished.done"
     if [ "$edit" != true ]; then
         say "run \`pause-sandboxer enable${options:+ $options} --restart\` on the node,"
         say "which makes these changes:"
@@ -239,9 +256,14 @@ without_default() {
     case " $options " in *' --default '*) return 0 ;; *) return 1 ;; esac
 }
 
+# unfit [MORE]: ends the script.
+unfit() {
+    say "pods cannot run (see above)${1-}" >&2
+    exit $unfit
+}
+
 # is_unfit [MORE]: undoes --default and ends the script.
 is_unfit() {
-    say "pods cannot run (see above)${1-}" >&2
     # Sets `others`; an earlier command may have had --default.
     without_default || :
     if [ "$edit" = true ] && { has default || [ $? = 2 ]; }; then
@@ -252,7 +274,7 @@ is_unfit() {
             say "--default is not undone (see above)" >&2
         fi
     fi
-    exit $unfit
+    unfit "${1-}"
 }
 
 # Ends the script if something needs the sandboxer, or if that is unknown.
@@ -289,9 +311,9 @@ remove_files() {
         # `.new` is of an interrupted installation.
         rm -f "$host$path" "$host$path.new"
     done
-    SETTINGS=
-    place_settings || :
-    rm -rf "$host$unfinished"
+    [ "$(head -n 1 "$host$settings" 2>/dev/null)" != "$ours" ] || rm -f "$host$settings"
+    rm -f "$host$settings.new"
+    rm -rf "$host$unfinished" "$host$unfinished.done"
 }
 
 uninstall_all() {
@@ -318,9 +340,9 @@ install | uninstall) ;;
 esac
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# The command that runs, and what has to follow it, get the time that kubelet leaves the pod to end:
-# otherwise containerd kills both with the shell.
-trap : TERM
+# Ends the script after the command that runs: if the shell ended first, containerd would kill that
+# command too. kubelet leaves 180 s for it.
+trap 'exit 143' TERM
 # The pod of an earlier attempt may still end.
 mkdir -p "$host/run"
 exec 9>"$host/run/pause-sandboxer.installer"

@@ -4,6 +4,7 @@ use std::fs;
 use std::process::Stdio;
 
 use super::{CHECKED, Node};
+use crate::file;
 
 impl Node {
     /// `step` fails, and with it the check.
@@ -13,7 +14,7 @@ impl Node {
     }
 
     /// A pattern of commands, and what the shell does for them.
-    fn answers(&self, case: &str) {
+    pub(super) fn answers(&self, case: &str) {
         let stub = fs::read_to_string(self.path("on-host")).unwrap();
         assert!(stub.contains("case $* in "), "{stub}");
         let stub = stub.replace("case $* in ", &format!("case $* in {case} ;; "));
@@ -46,16 +47,15 @@ fn a_daemon_that_was_stopped_or_disabled_is_started_and_enabled() {
 /// No pod of the class must come to a node without a daemon.
 #[test]
 fn a_node_whose_daemon_does_not_start_cannot_run_pods() {
-    for (is_update, step) in [
+    for (is_first, step) in [
         (false, "systemctl start pause-sandboxer.service"),
         (false, "systemctl enable --now pause-sandboxer.socket"),
         (true, "systemctl restart pause-sandboxer.service"),
     ] {
         let node = Node::new();
-        assert!(node.script("install").status.success());
-        let _ = node.asked();
-        if is_update {
-            fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
+        if !is_first {
+            assert!(node.script("install").status.success());
+            let _ = node.asked();
         }
         node.fails_to_start(step);
         let output = node.command("install").stderr(Stdio::piped()).output().unwrap();
@@ -64,6 +64,8 @@ fn a_node_whose_daemon_does_not_start_cannot_run_pods() {
         assert!(said.contains("the daemon does not start"), "{step}: {said}");
         let asked = node.asked();
         assert!(!asked.contains("enable --restart"), "{step}: {asked}");
+        // `check` is there for the operator.
+        assert!(node.path("host/usr/local/bin/pause-sandboxer").exists());
     }
 }
 
@@ -71,51 +73,77 @@ fn a_node_whose_daemon_does_not_start_cannot_run_pods() {
 #[test]
 fn an_update_whose_daemon_does_not_start_is_undone() {
     let node = Node::new();
-    let settings = node.path("host/etc/pause-sandboxer/config.toml");
     let program = node.path("host/usr/local/bin/pause-sandboxer");
-    assert!(node.script("install").status.success());
-    let before = node.files();
-    // Neither the new program nor the old one starts with the settings.
-    let unfit = format!("grep -q newer {} || [ -e {} ]", program.display(), settings.display());
+    let unit = node.path("host/etc/systemd/system/pause-sandboxer.service");
+    let settings = node.path("host/etc/pause-sandboxer/config.toml");
+    assert_eq!(node.installs(&[("SETTINGS", "x = 1")]).0, Some(0));
+    let contents = || [&program, &unit, &settings].map(|path| fs::read_to_string(path).unwrap());
+    let (before, files) = (contents(), node.files());
+    // The daemon starts with these files alone, or not at all.
+    let starts = node.path("starts");
+    fs::write(&starts, "").unwrap();
+    let fits = format!(
+        "[ -e {} ] && grep -q program {} && grep -qx 'x = 1' {} && ! grep -q later {}",
+        starts.display(),
+        program.display(),
+        settings.display(),
+        unit.display()
+    );
     let restart = "systemctl restart pause-sandboxer.service";
     for command in [restart, "/usr/local/bin/pause-sandboxer check"] {
-        node.answers(&format!("\"{command}\") if {unfit}; then exit 1; fi"));
+        node.answers(&format!("\"{command}\") {fits} || exit 1"));
     }
-    for (version, variables) in
-        [("newer", &[][..]), ("program", &[("SETTINGS", "x = 1")]), ("newer", &[("SETTINGS", "x")])]
-    {
-        fs::write(node.path("dist/pause-sandboxer"), version).unwrap();
+    let dist = |name: &str| node.path(&format!("dist/{name}"));
+    let later = format!("{}# later\n", file("packaging/systemd/pause-sandboxer.service"));
+    fs::write(dist("pause-sandboxer.service"), later).unwrap();
+    for (version, text) in [("newer", "x = 1"), ("program", "x = 2"), ("newer", "x = 2")] {
+        fs::write(dist("pause-sandboxer"), version).unwrap();
         // The next attempt of an interrupted one restores the same.
-        for is_interrupted in [true, false] {
+        for step in ["systemctl daemon-reload", "nothing"] {
             let _ = node.asked();
-            let step = if is_interrupted { "systemctl daemon-reload" } else { "nothing" };
             fs::write(node.path("fails"), step).unwrap();
-            let mut command = node.command("install");
-            command.env("ENABLE_OPTIONS", "--default").envs(variables.iter().copied());
-            let output = command.stderr(Stdio::piped()).output().unwrap();
-            assert_eq!(output.status.code(), Some(1), "{output:?}");
-            if is_interrupted {
+            let variables = [("ENABLE_OPTIONS", "--default"), ("SETTINGS", text)];
+            let (status, said) = node.installs(&variables);
+            assert_eq!(status, Some(1), "{said}");
+            if step != "nothing" {
+                assert_ne!(contents()[1], before[1], "it is not interrupted");
                 continue;
             }
-            let said = String::from_utf8(output.stderr).unwrap();
-            assert!(said.contains("the earlier installation is restored"), "{said}");
+            assert!(said.contains("the earlier ones are restored"), "{said}");
             let asked = node.asked();
             assert_eq!(asked.matches(restart).count(), 2, "{asked}");
             assert!(!asked.contains("sandboxer enable"), "{asked}");
-            assert_eq!(node.files(), before);
-            assert_eq!(fs::read_to_string(&program).unwrap(), "program");
+            assert_eq!((contents(), node.files()), (before.clone(), files.clone()));
         }
     }
+    fs::remove_file(starts).unwrap();
+    let (status, said) = node.installs(&[]);
+    assert_eq!(status, Some(76), "{said}");
+    assert!(said.contains("their daemon does not start either"), "{said}");
+    assert_eq!((contents(), node.files()), (before, files));
 }
 
-/// A shell that SIGTERM ends takes what it has started with it, because containerd kills the
-/// processes of the container then.
+/// If the shell ended at once, containerd would kill what it has started.
 #[test]
-fn a_signal_does_not_interrupt_an_installation() {
+fn a_signal_does_not_end_a_command() {
     let node = Node::new();
-    let ready = node.path("ready");
-    node.answers(&format!("*\" enable --restart\") kill -TERM $PPID; : >{}", ready.display()));
-    let output = node.script("install");
-    assert!(output.status.success() && ready.exists(), "{output:?}");
-    assert!(node.asked().ends_with("pause-sandboxer selftest\n"));
+    let completed = node.path("completed");
+    let signal = |command: &str, status: u8| {
+        let _ = fs::remove_file(&completed);
+        node.answers(&format!(
+            "\"{command}\") kill -TERM $PPID; : >{}; exit {status}",
+            completed.display()
+        ));
+    };
+    signal("/usr/local/bin/pause-sandboxer enable --restart", 0);
+    assert_eq!(node.installs(&[]).0, Some(143));
+    let asked = node.asked();
+    assert!(completed.exists() && asked.ends_with("enable --restart\n"), "{asked}");
+    // A node between two versions has no daemon, without which its next pod may not start.
+    fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
+    node.fails_to_start("nothing");
+    signal("systemctl restart pause-sandboxer.service", 1);
+    assert_eq!(node.installs(&[]).0, Some(76));
+    let program = fs::read_to_string(node.path("host/usr/local/bin/pause-sandboxer")).unwrap();
+    assert_eq!(program, "program");
 }

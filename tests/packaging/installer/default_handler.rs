@@ -50,6 +50,20 @@ fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
     assert!(command.env("ENABLE_OPTIONS", "--default --offline").status().unwrap().success());
     let asked = node.asked();
     assert!(asked.contains(&with) && !asked.contains(&without), "{asked}");
+    // The status is the same if it is not undone.
+    let node = Node::new();
+    fs::write(node.path("needs"), DEFAULT).unwrap();
+    fs::write(node.path("fails"), check.trim()).unwrap();
+    node.answers(&format!("\"{}\") exit 1", without.trim()));
+    let mut command = node.command("install");
+    let output = command
+        .env("ENABLE_OPTIONS", "--default --offline")
+        .stderr(Stdio::piped())
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("--default is not undone"), "{said}");
+    assert_eq!(output.status.code(), Some(76), "{said}");
     // An operator makes the changes.
     let node = Node::new();
     let mut command = node.command("install");

@@ -9,7 +9,7 @@ const SETTINGS: &str = "host/etc/pause-sandboxer/config.toml";
 
 impl Node {
     /// Installs with these variables; returns the status and what was said.
-    fn installs(&self, variables: &[(&str, &str)]) -> (Option<i32>, String) {
+    pub(super) fn installs(&self, variables: &[(&str, &str)]) -> (Option<i32>, String) {
         let mut command = self.command("install");
         command.envs(variables.iter().copied()).stderr(Stdio::piped());
         let output = command.output().unwrap();
@@ -104,6 +104,43 @@ fn a_node_that_cannot_have_the_sandboxer_stays_as_it_was() {
     fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer enable --restart").unwrap();
     assert_eq!(node.installs(&[]).0, Some(1));
     assert!(node.path("host/usr/local/bin/pause-sandboxer").exists());
+}
+
+/// The old daemon must not find settings of the new one at the next boot.
+#[test]
+fn files_that_cannot_all_be_placed_stay_as_they_were() {
+    let node = Node::new();
+    assert_eq!(node.installs(&[("SETTINGS", "x = 1")]).0, Some(0));
+    let (before, settings) = (node.files(), fs::read_to_string(node.path(SETTINGS)).unwrap());
+    fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
+    let socket = node.path("host/etc/systemd/system/pause-sandboxer.socket");
+    fs::write(node.path("dist/pause-sandboxer.socket"), "newer").unwrap();
+    // As of a unit that is masked, and of a disk that is full or damaged.
+    fs::remove_file(&socket).unwrap();
+    std::os::unix::fs::symlink("/dev/null", &socket).unwrap();
+    let copies = node.path("host/var/lib");
+    for reason in ["pause-sandboxer.socket is a link", "cannot copy"] {
+        if reason == "cannot copy" {
+            fs::remove_dir_all(&copies).unwrap();
+            fs::write(&copies, "").unwrap();
+        }
+        let (status, said) = node.installs(&[("SETTINGS", "x = 2")]);
+        assert_eq!(status, Some(1), "{said}");
+        assert!(said.contains(reason), "{said}");
+        let program = node.path("host/usr/local/bin/pause-sandboxer");
+        assert_eq!(fs::read_to_string(program).unwrap(), "program");
+        assert_eq!(fs::read_to_string(node.path(SETTINGS)).unwrap(), settings);
+    }
+    assert_eq!(fs::read_link(&socket).unwrap(), std::path::Path::new("/dev/null"));
+    fs::remove_file(&copies).unwrap();
+    fs::remove_file(&socket).unwrap();
+    fs::write(&socket, "").unwrap();
+    assert_eq!(node.files(), before);
+    // A removal makes no copies.
+    fs::remove_dir_all(&copies).unwrap_or_default();
+    fs::write(&copies, "").unwrap();
+    node.ends();
+    assert!(!node.path(SETTINGS).exists());
 }
 
 /// As one that an operator has installed without a package, with pods that run.
