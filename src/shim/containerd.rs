@@ -5,15 +5,14 @@
 //! read from containerd: like all Go programs it raises its own soft limit of open files and gives
 //! its children the one before, and it extends `PATH` in its memory only.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io;
-use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::RwLock;
-use process_identity::Stat;
+use process_identity::{Stat, program_file};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::net::UnixStream;
 use tokio::sync::Mutex;
@@ -55,17 +54,12 @@ type ContainerdProcess = (i32, u64);
 pub async fn ask(address: &Path) -> Result<(ContainerdProcess, Inheritance), StepError> {
     let process = listener(address).await.step_at("find containerd at", address)?;
     let containerd = GrpcEndpoint::new(address, CONTAINERD_NAMESPACE);
-    // Not below /proc: containerd may execute it late, when another process has the pid.
-    let program = file_of(&std::env::current_exe().step("find the own program")?);
+    // Not the link: containerd may execute it late, when another process has the pid. The program
+    // of an upgrade answers too.
+    let program = program_file(&std::env::current_exe().step("find the own program")?);
     let answer = containerd.execute(&program).await?;
     let inheritance = serde_json::from_str(&answer).map_err(io::Error::from);
     Ok((process, inheritance.step_at("decode answer of", program)?))
-}
-
-/// The file of a running program, also if an upgrade has replaced it: the newer one answers too.
-fn file_of(program: &Path) -> PathBuf {
-    let name = program.as_os_str().as_bytes();
-    OsStr::from_bytes(name.strip_suffix(b" (deleted)").unwrap_or(name)).into()
 }
 
 /// The attributes for shims while containerd's are not known: those of `own`, but of its
@@ -180,13 +174,6 @@ mod tests {
     use rustix::process::Uid;
 
     use super::*;
-
-    #[test]
-    fn a_program_that_was_replaced_has_a_file() {
-        for path in ["/a b/pause-sandboxer", "/a b/pause-sandboxer (deleted)"] {
-            assert_eq!(file_of(Path::new(path)), Path::new("/a b/pause-sandboxer"));
-        }
-    }
 
     #[tokio::test]
     async fn shims_get_the_usual_path_and_no_variable_while_containerd_does_not_answer() {

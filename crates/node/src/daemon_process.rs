@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::unistd::geteuid;
-use process_identity::Stat;
+use process_identity::{Stat, program_file};
 
 /// Name of the daemon's program.
 const NAME: &str = "pause-sandboxer";
@@ -23,9 +23,7 @@ impl DaemonProcess {
     pub fn find(state_dir: &Path) -> Option<Self> {
         let holder = std::fs::read_to_string(state_dir.join("lock")).ok()?;
         let pid: u32 = holder.trim().parse().ok()?;
-        let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
-        let path = program.to_str()?;
-        let program = Path::new(path.strip_suffix(" (deleted)").unwrap_or(path)).to_owned();
+        let program = program_file(&std::fs::read_link(format!("/proc/{pid}/exe")).ok()?);
         // The pid of a daemon that has ended may have been reused, also by another user, who can
         // choose the program's name and directory.
         let user = std::fs::metadata(format!("/proc/{pid}")).ok()?.uid();

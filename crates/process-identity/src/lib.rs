@@ -2,11 +2,13 @@
 //! it signals a process that an earlier daemon started; `runc-shim` compares it for the pause
 //! process, its children and commands of the runtime.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
@@ -91,6 +93,13 @@ pub fn namespace_error(pid: u32, e: io::Error) -> io::Error {
         }
         _ => e,
     }
+}
+
+/// The file of a running program by its link in `/proc`, also if another file has replaced it
+/// (proc_pid_exe(5)).
+pub fn program_file(link: &Path) -> PathBuf {
+    let name = link.as_os_str().as_bytes();
+    OsStr::from_bytes(name.strip_suffix(b" (deleted)").unwrap_or(name)).into()
 }
 
 /// Device and inode of the file at `path`, following links. Uses what the kernel has cached
@@ -179,6 +188,13 @@ mod tests {
             child.wait().unwrap();
             let e = looks.join().unwrap();
             assert!(is_no_such_process(&e), "{e}");
+        }
+    }
+
+    #[test]
+    fn a_program_that_was_replaced_has_a_file() {
+        for path in ["/a b/pause-sandboxer", "/a b/pause-sandboxer (deleted)"] {
+            assert_eq!(program_file(Path::new(path)), Path::new("/a b/pause-sandboxer"));
         }
     }
 

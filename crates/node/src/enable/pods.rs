@@ -112,8 +112,7 @@ fn with_shim(program: &Path, of_node: impl Fn(&Path) -> bool) -> Result<Pods, St
 /// file. The daemon's own shims have no option `-socket`.
 fn pod_of_shim(process: &Path, program: &Path, of_node: &impl Fn(&Path) -> bool) -> Option<String> {
     let executed = std::fs::read_link(process.join("exe")).ok()?;
-    let executed = executed.to_str()?;
-    if Path::new(executed.strip_suffix(" (deleted)").unwrap_or(executed)) != program {
+    if process_identity::program_file(&executed) != program {
         return None;
     }
     let root = |path: &Path| std::fs::metadata(path).ok().map(|root| (root.dev(), root.ino()));
