@@ -228,6 +228,26 @@ fn forget_settings() {
     assert_eq!(adopted(), None, "what containerd no longer has stays: {enabled}");
 }
 
+/// `enable` waits for CRI and not for the unit, which can be ready much later.
+fn unit_that_is_ready_late() {
+    let directory = "/run/systemd/system/containerd.service.d";
+    fs::create_dir(directory).unwrap();
+    let late = "[Service]\nTimeoutStartSec=infinity\nExecStartPost=/bin/sleep infinity\n";
+    fs::write(format!("{directory}/late.conf"), late).unwrap();
+    let enabled = quiet(
+        "systemctl daemon-reload; pause-sandboxer enable --restart 2>&1; \
+         systemctl is-active containerd",
+    );
+    assert!(enabled.contains("restarted containerd: it has loaded"), "{enabled}");
+    assert!(enabled.ends_with("\nactivating"), "{enabled}");
+    fs::remove_dir_all(directory).unwrap();
+    let enabled = quiet(
+        "systemctl daemon-reload; systemctl restart containerd; \
+         pause-sandboxer enable --offline --restart 2>&1",
+    );
+    assert!(enabled.contains("restarted containerd: it has loaded"), "{enabled}");
+}
+
 /// Installs the other version over this one. dpkg has no terminal: a question would end it.
 fn upgrade(first_package: &str, second_package: &str) {
     says("Upgrade");
@@ -288,6 +308,7 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     assert!(environment.split('\0').any(|variable| variable == "A=1"), "{environment}");
     pods.remove("new", &new);
     forget_settings();
+    unit_that_is_ready_late();
     pods.up();
 
     selftest();

@@ -17,7 +17,9 @@ use containerd_api::images::{self, PINNED};
 
 use crate::check::Subject;
 pub use crate::check::containerd::Mode;
-use crate::check::containerd::{NodeContainerd, all, disabled, enabled, find, shim_only};
+use crate::check::containerd::{
+    NodeContainerd, all, disabled, enabled, find, same_file, shim_only,
+};
 use crate::oci_image;
 use crate::trust::check_trusted;
 
@@ -114,9 +116,10 @@ pub struct NodeChange {
 }
 
 impl NodeChange {
-    fn restart(&self) -> Option<Restart<'_>> {
+    /// The restart of containerd, which is that of `unit`.
+    fn restart<'a>(&'a self, unit: &'a str) -> Option<Restart<'a>> {
         let by = self.restart.as_ref()?;
-        Some(Restart { by, subject: &self.subject, within: self.within })
+        Some(Restart { by, unit, subject: &self.subject, within: self.within })
     }
 
     /// The change of the containerd that the option, the settings `config`, or else the node itself
@@ -138,7 +141,8 @@ impl NodeChange {
 
     /// The first steps of both commands after [`NodeChange::located`]: checks for a containerd,
     /// locks the directory of its config, and reads the node. `must_run`: the config file of a
-    /// containerd that does not run must be named.
+    /// containerd that does not run must be named, as that of one at another address than the
+    /// default.
     async fn begin(&self, must_run: bool) -> Result<(Option<ConfigLock>, NodeState), EnableError> {
         self.restart.as_ref().map_or(Ok(()), RestartBy::check)?;
         let containerd = NodeContainerd::find(&self.subject);
@@ -163,18 +167,27 @@ impl NodeChange {
         let Some(named) = &self.subject.containerd_config else {
             let address = &self.subject.config.containerd_address;
             // One at another address, as that of k3s, has its config file elsewhere too.
-            let is_elsewhere = *address != config::Config::default().containerd_address;
-            return match found.pid.is_none() && (must_run || is_elsewhere) {
-                true => refuse(format!(
-                    "no containerd listens at {}, so its config file is unknown: start \
-                     containerd first, or set containerd_address in {}, or use \
-                     --containerd-address ADDRESS or --containerd-config FILE. Known addresses: {}",
-                    address.display(),
-                    self.settings.display(),
-                    find::known()
-                )),
-                false => Ok(()),
-            };
+            let default = config::Config::default().containerd_address;
+            let is_elsewhere = !same_file(address, &default);
+            if found.pid.is_some() || !(must_run || is_elsewhere) {
+                return Ok(());
+            }
+            let settings = self.settings.display();
+            let mut reason = format!(
+                "no containerd listens at {}, so its config file is unknown: start containerd \
+                 first, or set containerd_address in {settings}, or use --containerd-address \
+                 ADDRESS or --containerd-config FILE. Known addresses: {}",
+                address.display(),
+                find::known()
+            );
+            if is_elsewhere {
+                let adopted = config::adopted_file(&self.settings);
+                reason += &format!(
+                    ". If it has been uninstalled, delete {}, or containerd_address in {settings}",
+                    adopted.display()
+                );
+            }
+            return refuse(reason);
         };
         let is_used = found.pid.is_some() && found.file_of_running().is_none();
         if is_used || named.exists() {
@@ -416,7 +429,7 @@ async fn load(
     say: Say<'_>,
 ) -> Result<(), EnableError> {
     let (changes, config) = (&plan.changes, &wanted.change.subject.config);
-    let Some(restart) = wanted.change.restart() else {
+    let Some(restart) = wanted.change.restart(&node.containerd.unit) else {
         say(restart_yourself(&node.containerd));
         return Ok(());
     };

@@ -217,7 +217,7 @@ pub async fn disable(wanted: &Disablement, say: Say<'_>) -> Result<(), EnableErr
     if !removal.is_done() || removal.may_be_loaded(&node) {
         let left = BlockingPods::find(&change.subject, &removal).await?;
         if !left.is_empty() {
-            return refuse(left.refusal(&removal));
+            return refuse(left.refusal(&removal, &node.containerd.file));
         }
     }
     if removal.is_done() {
@@ -314,7 +314,7 @@ async fn unload(
         }
         return Ok(());
     }
-    let Some(restart) = change.restart() else {
+    let Some(restart) = change.restart(&node.containerd.unit) else {
         say(restart_yourself(&node.containerd));
         return Ok(());
     };

@@ -46,19 +46,19 @@ impl fmt::Display for Need {
 /// Finds what needs the sandboxer. Nothing is changed.
 ///
 /// # Errors
-/// It is unknown: the pods, or containerd's config, cannot be read.
+/// It is unknown: the pods, or containerd's config, cannot be read, or its config file is unknown.
 pub async fn need(change: &NodeChange) -> Result<Need, EnableError> {
     must_be_root()?;
     // A node with several containerds that no setting names has no handler of `enable`.
     let change = &change.located(&change.subject.config).unwrap_or_else(|_| change.clone());
     let subject = &change.subject;
     let containerd = NodeContainerd::find(subject);
-    let is_known = change.check_config_file(&containerd, false);
-    if is_known.is_err() || !containerd.is_installed() {
+    let located = change.check_config_file(&containerd, false);
+    if located.is_err() || !containerd.is_installed() {
         let mut pods = pods::of_daemon(&subject.config).await?;
         pods.append(&mut pods::of_shims(&subject.config)?);
         if pods.is_empty() {
-            is_known?;
+            located?;
         }
         return Ok(Need { pods, ..Need::default() });
     }

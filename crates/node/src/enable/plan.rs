@@ -165,9 +165,9 @@ impl HandlerPlan {
         let default = node::all(&self.before, config).default;
         if !wanted.default && known.default != default && !own.contains(&default) {
             return Err(format!(
-                "containerd would change its default handler from {default:?} to {:?}, which \
-                 another file sets that it does not read yet: remove default_runtime_name from \
-                 that file",
+                "containerd would change its default handler from {default:?} to {:?}: with the \
+                 import that `enable` adds, it reads another file too, which sets \
+                 default_runtime_name. Remove that line",
                 known.default
             ));
         }
@@ -292,6 +292,7 @@ mod tests {
     use super::*;
 
     const MERGED: &str = "version = 3\nroot = '/r'\n\
+        [plugins.'io.containerd.cri.v1.images'.pinned_images]\nsandbox = 'pause:1'\n\
         [plugins.'io.containerd.cri.v1.runtime'.containerd]\ndefault_runtime_name = 'runc'\n\
         [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]\n\
         runtime_type = 'io.containerd.runc.v2'\nsandboxer = 'podsandbox'\n\
@@ -419,8 +420,11 @@ mod tests {
         let error = after_of(&default, ("", "")).unwrap_err();
         let part = "makes \"runc\" the default handler: run its `enable` without --default first";
         assert!(error.contains(part), "{error}");
+        let offline = Enablement { offline: true, ..wanted.clone() };
+        after_of(&offline, ("pause:1", "pause:2")).unwrap();
         for (from, to, part) in [
             ("/r\"", "/x\"", "would change its setting root"),
+            ("pause:1", "pause:2", "would change its setting plugins.io.containerd.cri.v1.images"),
             (
                 "name = \"runc\"",
                 "name = \"nvidia\"",

@@ -29,7 +29,7 @@ pub enum RestartBy {
 }
 
 impl RestartBy {
-    /// The command, for messages.
+    /// The command, for messages and for the shell.
     pub(super) fn command(&self, unit: &str) -> String {
         match self {
             Self::Systemd => format!("systemctl restart {unit}"),
@@ -56,6 +56,8 @@ impl RestartBy {
 #[derive(Clone, Copy)]
 pub(super) struct Restart<'a> {
     pub(super) by: &'a RestartBy,
+    /// The unit of systemd that runs it: a process that is gone does not show it.
+    pub(super) unit: &'a str,
     pub(super) subject: &'a Subject,
     pub(super) within: Duration,
 }
@@ -67,22 +69,41 @@ impl Restart<'_> {
     /// # Errors
     /// The command failed, or CRI did not answer in time.
     async fn run(&self, wanted: impl Fn(&[String]) -> bool) -> Result<(), String> {
-        let before = NodeContainerd::find(self.subject);
+        let before = NodeContainerd::find(self.subject).pid;
         let deadline = Instant::now() + self.within;
-        let command = match self.by {
+        let command = self.by.command(self.unit);
+        let ended = shell_command::run(&command, self.within);
+        let served = self.served(before, deadline, wanted);
+        match self.by {
             // A unit can be ready long after CRI, as that of an RKE2 server with its API server.
-            RestartBy::Systemd => format!("systemctl restart --no-block {}", before.unit),
-            RestartBy::Command(command) => command.clone(),
-        };
-        shell_command::run(&command, self.within).await?;
+            // systemd completes the restart without `systemctl`.
+            RestartBy::Systemd => tokio::select! {
+                Err(reason) = ended => Err(reason),
+                done = served => done,
+            },
+            RestartBy::Command(_) => {
+                ended.await?;
+                served.await
+            }
+        }
+    }
+
+    /// Waits until another process than `before` serves CRI whose handlers are as `wanted` has
+    /// them.
+    async fn served(
+        &self,
+        before: Option<i32>,
+        deadline: Instant,
+        wanted: impl Fn(&[String]) -> bool,
+    ) -> Result<(), String> {
         let address = &self.subject.config.containerd_address;
         let cri = CriClient::new(address);
         loop {
             let now = NodeContainerd::find(self.subject);
-            let reason = if now.pid.is_some() && now.pid == before.pid {
+            let reason = if now.pid.is_some() && now.pid == before {
                 format!(
                     "process {} was not restarted and still listens at {}",
-                    before.pid.unwrap_or_default(),
+                    before.unwrap_or_default(),
                     address.display()
                 )
             } else {
@@ -94,7 +115,7 @@ impl Restart<'_> {
             };
             if Instant::now() >= deadline {
                 let see = match self.by {
-                    RestartBy::Systemd => format!("; see journalctl -u {}", before.unit),
+                    RestartBy::Systemd => format!("; see journalctl -u {}", self.unit),
                     RestartBy::Command(_) => String::new(),
                 };
                 return Err(format!(

@@ -1,5 +1,7 @@
 //! The pods that need a handler which `disable` removes.
 
+use std::path::Path;
+
 use base::config::Config;
 use base::error::StepError;
 use containerd_api::cri::CriClient;
@@ -93,13 +95,14 @@ impl BlockingPods {
         }
     }
 
-    /// Why the pods prevent the removal, and what to do.
-    pub(super) fn refusal(&self, removal: &Removal) -> String {
+    /// Why the pods prevent the removal from containerd's config `file`, and what to do.
+    pub(super) fn refusal(&self, removal: &Removal, file: &Path) -> String {
         if let (true, Some(reason)) = (self.pods.is_empty(), &self.unknown) {
             return format!(
                 "containerd runs, but CRI does not list the pods that need the handler: {reason}. \
                  Run the command again when CRI answers. If CRI never answers, stop containerd, run \
-                 `disable` without --restart, and start containerd"
+                 `disable --containerd-config {}` without --restart, and start containerd",
+                file.display()
             );
         }
         let known = if self.handlers.is_empty() { removal.lost() } else { self.handlers.clone() };
