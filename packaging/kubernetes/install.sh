@@ -58,37 +58,43 @@ installed() {
     sed -n 's,^ExecStart=\(/.*\)/pause-sandboxer serve$,\1,p' "$host$service" 2>/dev/null
 }
 
+# Succeeds if the settings are those of an earlier installation, and not of an operator.
+has_settings() { [ "$(head -n 1 "$host$settings" 2>/dev/null)" = "$ours" ]; }
+
 # keep PATH: copies what is there, before it changes. The copy of an interrupted installation stays.
 keep() {
     kept=$host$unfinished$1
-    [ ! -e "$kept" ] || return 0
     now=$host$1
     # As of a unit that is masked; on the node it can lead to another file than here.
-    [ ! -L "$now" ] || give_up "$1 is a link: remove it, or uninstall what has made it"
+    [ ! -L "$now" ] || die "$1 is a link: remove it, or uninstall what has made it"
+    [ ! -e "$kept" ] || return 0
     [ -e "$now" ] || now=/dev/null
     mkdir -p "$(dirname "$kept")" && cp -p "$now" "$kept.new" && sync "$kept.new" &&
-        mv "$kept.new" "$kept" || give_up "cannot copy $1 to $unfinished"
+        mv "$kept.new" "$kept" || die "cannot copy $1 to $unfinished"
 }
 
 # Undoes all changes of files since the last complete installation. Succeeds if nothing is left.
 restore() {
     paths=$(cd "$host$unfinished" 2>/dev/null && find . -type f ! -name '*.new' | cut -c 2-) || :
+    # On a full disk the copies need their space.
+    for path in $paths; do rm -f "$host$path.new"; done
+    left=
     for path in $paths; do
         kept=$host$unfinished$path
-        if [ ! -s "$kept" ]; then
+        if [ "$path" = $settings ] && [ -e "$host$path" ] && ! has_settings; then
+            continue
+        elif [ ! -s "$kept" ]; then
             rm -f "$host$path"
-        elif ! { cp -p "$kept" "$host$path.new" && mv "$host$path.new" "$host$path"; }; then
+        elif ! cmp -s "$kept" "$host$path" &&
+            ! { cp -p "$kept" "$host$path.new" && mv "$host$path.new" "$host$path"; }; then
+            rm -f "$host$path.new"
             say "cannot restore $path: copy $unfinished$path there, and restart the daemon" >&2
-            return 1
+            left=1
         fi
     done
+    [ -z "$paths" ] || node systemctl daemon-reload || :
+    [ -z "$left" ] || return 1
     rm -rf "$host$unfinished"
-}
-
-# give_up REASON: ends the script before the daemon is restarted.
-give_up() {
-    restore || :
-    die "$1"
 }
 
 # Succeeds if this installation is the first of the node.
@@ -102,24 +108,23 @@ place() {
     cmp -s "$1" "$host$2" && return 1
     keep "$2"
     mkdir -p "$(dirname "$host$2")" && install -m "$3" "$1" "$host$2.new" ||
-        give_up "cannot write $2: if its directory is read-only, set installDirectory of the chart"
-    mv "$host$2.new" "$host$2" || give_up "cannot rename $2.new to $2"
+        die "cannot write $2: if its directory is read-only, set installDirectory of the chart"
+    mv "$host$2.new" "$host$2" || die "cannot rename $2.new to $2"
     say "placed $2"
 }
 
 # Writes the settings, or removes those of an earlier installation. Succeeds if they changed.
 place_settings() {
-    old=$(head -n 1 "$host$settings" 2>/dev/null) || :
     if [ -z "${SETTINGS-}" ]; then
-        [ "$old" = "$ours" ] || return 1
+        has_settings || return 1
         keep $settings
-        rm "$host$settings" || give_up "cannot remove $settings"
+        rm "$host$settings" || die "cannot remove $settings"
         say "removed $settings"
         return 0
     fi
-    [ ! -e "$host$settings" ] || [ "$old" = "$ours" ] ||
+    [ ! -e "$host$settings" ] || has_settings ||
         die "$settings is not the installer's: move its settings to the chart and delete it"
-    printf '%s\n%s\n' "$ours" "$SETTINGS" >"$work/config.toml"
+    printf '%s\n%s\n' "$ours" "$SETTINGS" >"$work/config.toml" || die "cannot write to $work"
     place "$work/config.toml" $settings 0644
 }
 
@@ -175,10 +180,7 @@ place_all() {
         place "$dist/$name" "$directory/$name" 0755 && changed=1
     done
     # A node that cannot have the sandboxer, as with containerd 1.x, stays as it was.
-    if [ -z "$before" ] && ! (enable "$options" --dry-run) >&2; then
-        restore || :
-        exit 1
-    fi
+    [ -n "$before" ] || (enable "$options" --dry-run) >&2
     sed "s,^ExecStart=pause-sandboxer ,ExecStart=$directory/pause-sandboxer ," \
         "$dist/pause-sandboxer.service" >"$work/service"
     place "$work/service" $service 0644 && changed=1
@@ -188,19 +190,24 @@ place_all() {
 
 install_all() {
     exit_if_packaged
-    # Without a daemon another attempt may find no way to start.
-    trap : TERM
     before=$(installed) || :
     program=$directory/pause-sandboxer
+    # Until a daemon runs: without one the pod of another attempt may not start.
+    ended=
+    trap ended=1 TERM
+    trap 'restore || :; rm -rf "$work"' EXIT
     place_all
+    trap 'rm -rf "$work"' EXIT
     # Also without a change: a node whose units are disabled has no daemon after a reboot.
     if ! start_daemon; then
         if node "$program" check; then
             die "cannot start or enable the daemon's units (see above), although check succeeds"
         fi
-        if [ -n "$changed" ] && ! is_first; then
+        if is_first; then
+            # The files stay, for `check`.
+            rm -rf "$host$unfinished"
+        elif [ -n "$changed" ]; then
             restore || unfit
-            node systemctl daemon-reload || :
             if start_daemon; then
                 say "the daemon does not start with the new version or settings (see above, and" >&2
                 say "journalctl -u pause-sandboxer on the node); the earlier ones are restored," >&2
@@ -210,13 +217,15 @@ install_all() {
         fi
         unfit "; the daemon does not start: if the handler is the node's default, no pod starts"
     fi
-    trap 'exit 143' TERM
     if [ -n "$before" ] && [ "$before" != "$directory" ]; then
         rm -f "$host$before/pause-sandboxer" "$host$before/pause-sandboxer-runc-shim"
     fi
     # By rename: a later attempt must not restore a part of it.
+    rm -rf "$host$unfinished.done"
     [ ! -e "$host$unfinished" ] || mv "$host$unfinished" "$host$unfinished.done"
     rm -rf "$host$unfinished.done"
+    trap 'exit 143' TERM
+    [ -z "$ended" ] || exit 143
     if [ "$edit" != true ]; then
         say "run \`pause-sandboxer enable${options:+ $options} --restart\` on the node,"
         say "which makes these changes:"
@@ -230,6 +239,8 @@ install_all() {
             runs_pods || is_unfit "; the handler is not the node's default"
         fi
         enable "$options" --restart
+        # A default handler must not stay if it fails.
+        trap : TERM
         runs_pods || is_unfit
     fi
     say "done"
@@ -311,7 +322,7 @@ remove_files() {
         # `.new` is of an interrupted installation.
         rm -f "$host$path" "$host$path.new"
     done
-    [ "$(head -n 1 "$host$settings" 2>/dev/null)" != "$ours" ] || rm -f "$host$settings"
+    ! has_settings || rm -f "$host$settings"
     rm -f "$host$settings.new"
     rm -rf "$host$unfinished" "$host$unfinished.done"
 }

@@ -93,22 +93,30 @@ fn an_update_whose_daemon_does_not_start_is_undone() {
     for command in [restart, "/usr/local/bin/pause-sandboxer check"] {
         node.answers(&format!("\"{command}\") {fits} || exit 1"));
     }
+    let kills = node.path("kills");
+    node.answers(&format!(
+        "\"systemctl daemon-reload\") ! rm {0} || kill -KILL $PPID",
+        kills.display()
+    ));
     let dist = |name: &str| node.path(&format!("dist/{name}"));
     let later = format!("{}# later\n", file("packaging/systemd/pause-sandboxer.service"));
     fs::write(dist("pause-sandboxer.service"), later).unwrap();
     for (version, text) in [("newer", "x = 1"), ("program", "x = 2"), ("newer", "x = 2")] {
         fs::write(dist("pause-sandboxer"), version).unwrap();
         // The next attempt of an interrupted one restores the same.
-        for step in ["systemctl daemon-reload", "nothing"] {
+        for is_killed in [true, false] {
             let _ = node.asked();
-            fs::write(node.path("fails"), step).unwrap();
+            if is_killed {
+                fs::write(&kills, "").unwrap();
+            }
             let variables = [("ENABLE_OPTIONS", "--default"), ("SETTINGS", text)];
             let (status, said) = node.installs(&variables);
-            assert_eq!(status, Some(1), "{said}");
-            if step != "nothing" {
+            if is_killed {
+                assert_eq!(status, None, "{said}");
                 assert_ne!(contents()[1], before[1], "it is not interrupted");
                 continue;
             }
+            assert_eq!(status, Some(1), "{said}");
             assert!(said.contains("the earlier ones are restored"), "{said}");
             let asked = node.asked();
             assert_eq!(asked.matches(restart).count(), 2, "{asked}");
@@ -121,6 +129,22 @@ fn an_update_whose_daemon_does_not_start_is_undone() {
     assert_eq!(status, Some(76), "{said}");
     assert!(said.contains("their daemon does not start either"), "{said}");
     assert_eq!((contents(), node.files()), (before, files));
+}
+
+/// The files that a failed update has placed would otherwise run after the next boot.
+#[test]
+fn an_update_of_which_systemd_does_not_read_the_units_is_undone() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
+    fs::write(node.path("fails"), "systemctl daemon-reload").unwrap();
+    let _ = node.asked();
+    assert_eq!(node.installs(&[("SETTINGS", "x = 1")]).0, Some(1));
+    let program = fs::read_to_string(node.path("host/usr/local/bin/pause-sandboxer")).unwrap();
+    assert_eq!(program, "program");
+    assert!(!node.path("host/etc/pause-sandboxer/config.toml").exists());
+    let asked = node.asked();
+    assert!(!asked.contains("pause-sandboxer.service"), "{asked}");
 }
 
 /// If the shell ended at once, containerd would kill what it has started.
@@ -140,10 +164,21 @@ fn a_signal_does_not_end_a_command() {
     let asked = node.asked();
     assert!(completed.exists() && asked.ends_with("enable --restart\n"), "{asked}");
     // A node between two versions has no daemon, without which its next pod may not start.
+    let restart = "systemctl restart pause-sandboxer.service";
     fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
+    signal(restart, 0);
+    assert_eq!(node.installs(&[]).0, Some(143));
+    assert!(node.asked().ends_with(&format!("{restart}\n")));
+    fs::write(node.path("dist/pause-sandboxer"), "newest").unwrap();
     node.fails_to_start("nothing");
-    signal("systemctl restart pause-sandboxer.service", 1);
+    signal(restart, 1);
     assert_eq!(node.installs(&[]).0, Some(76));
     let program = fs::read_to_string(node.path("host/usr/local/bin/pause-sandboxer")).unwrap();
-    assert_eq!(program, "program");
+    assert_eq!(program, "newer");
+    // A default handler that fails does not stay.
+    let node = Node::new();
+    fs::write(node.path("needs"), "default: x\n").unwrap();
+    node.answers("*\" selftest\") kill -TERM $PPID; exit 1");
+    assert_eq!(node.installs(&[("ENABLE_OPTIONS", "--default")]).0, Some(76));
+    assert!(node.asked().ends_with("pause-sandboxer enable --restart\n"));
 }

@@ -1,7 +1,7 @@
 //! What the values of the chart change on a node.
 
 use std::fs;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use super::Node;
 
@@ -96,7 +96,7 @@ fn a_node_that_cannot_have_the_sandboxer_stays_as_it_was() {
     let (status, said) = node.installs(&[("SETTINGS", "log_level = \"info\"")]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("cannot add the handler to containerd"), "{said}");
-    assert_eq!(node.asked(), format!("{dry_run}\n"));
+    assert_eq!(node.asked(), format!("{dry_run}\nsystemctl daemon-reload\n"));
     assert_eq!(node.files(), before);
     fs::write(node.path("fails"), "nothing").unwrap();
     assert_eq!(node.installs(&[]).0, Some(0));
@@ -141,6 +141,43 @@ fn files_that_cannot_all_be_placed_stay_as_they_were() {
     fs::write(&copies, "").unwrap();
     node.ends();
     assert!(!node.path(SETTINGS).exists());
+}
+
+/// The new files need more than there is, beside the copies of the old ones.
+#[test]
+fn a_full_disk_leaves_the_earlier_version() {
+    if kit::skip_without_root() {
+        return;
+    }
+    let node = Node::new();
+    let write = |version: u8| {
+        for (name, size) in [("pause-sandboxer", 400), ("pause-sandboxer-runc-shim", 100)] {
+            fs::write(node.path(&format!("dist/{name}")), vec![version; size << 10]).unwrap();
+        }
+    };
+    write(2);
+    fs::rename(node.path("dist"), node.path("later")).unwrap();
+    fs::create_dir(node.path("dist")).unwrap();
+    for unit in ["pause-sandboxer.service", "pause-sandboxer.socket"] {
+        fs::copy(node.path(&format!("later/{unit}")), node.path(&format!("dist/{unit}"))).unwrap();
+    }
+    write(1);
+    let install = node.command("install").get_program().display().to_string();
+    let script = format!(
+        "cd {}; mount -t tmpfs -o size=1300k tmpfs host; SETTINGS='x = 1' {install} install; \
+         status=0; SETTINGS='x = 2' DIST=$PWD/later {install} install || status=$?; \
+         [ $status = 1 ]; for name in pause-sandboxer pause-sandboxer-runc-shim; do \
+         cmp dist/$name host/usr/local/bin/$name; done; \
+         grep -qx 'x = 1' host/etc/pause-sandboxer/config.toml; \
+         [ -z \"$(find host -name '*.new')\" ]; [ ! -e host/var/lib/pause-sandboxer.before ]",
+        node.path("").display()
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-euxc", &script]);
+    let of_script = node.command("install");
+    command.envs(of_script.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// As one that an operator has installed without a package, with pods that run.
