@@ -72,17 +72,16 @@ impl Restart<'_> {
         let before = NodeContainerd::find(self.subject).pid;
         let deadline = Instant::now() + self.within;
         let command = self.by.command(self.unit);
-        let ended = shell_command::run(&command, self.within);
         let served = self.served(before, deadline, wanted);
         match self.by {
             // A unit can be ready long after CRI, as that of an RKE2 server with its API server.
             // systemd completes the restart without `systemctl`.
             RestartBy::Systemd => tokio::select! {
-                Err(reason) = ended => Err(reason),
+                Err(reason) = shell_command::run(&command, Duration::MAX) => Err(reason),
                 done = served => done,
             },
             RestartBy::Command(_) => {
-                ended.await?;
+                shell_command::run(&command, self.within).await?;
                 served.await
             }
         }
@@ -99,6 +98,8 @@ impl Restart<'_> {
         let address = &self.subject.config.containerd_address;
         let cri = CriClient::new(address);
         loop {
+            // The command comes first.
+            tokio::time::sleep(INTERVAL).await;
             let now = NodeContainerd::find(self.subject);
             let reason = if now.pid.is_some() && now.pid == before {
                 format!(
@@ -123,7 +124,6 @@ impl Restart<'_> {
                     self.within.as_secs()
                 ));
             }
-            tokio::time::sleep(INTERVAL).await;
         }
     }
 
