@@ -70,6 +70,7 @@ fn a_node_whose_daemon_does_not_start_cannot_run_pods() {
 }
 
 /// With `--default` no pod starts without a daemon, not even that of a rollback.
+/// Promise: failed_update_is_undone.
 #[test]
 fn an_update_whose_daemon_does_not_start_is_undone() {
     let node = Node::new();
